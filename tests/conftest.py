@@ -1,0 +1,18 @@
+"""What every test shares: one thread a process, and no GPU test without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+# Two pytest workers with two threads each fight over two cores: tiny kernels then run tens of times slower.
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA or ROCm device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

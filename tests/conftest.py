@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-# Two pytest workers with two threads each fight over two cores: tiny kernels then run tens of times slower.
+# Two workers with two threads each fight over two cores; small kernels then run far slower.
 torch.set_num_threads(1)
 
 

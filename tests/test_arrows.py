@@ -11,8 +11,8 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = SRC / "solspark"
 
-# An area may import areas of a lower rank and its own. The package's own __init__ ("solspark") offers
-# public names of all up to the router, so it stands between the router and the integrations.
+# An area may import areas of a lower rank and its own. The package's own __init__ ("solspark")
+# offers public names of all up to the router, so it stands between router and integrations.
 RANK = {
     "errors": 0,
     "types": 1,

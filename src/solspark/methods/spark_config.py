@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from solspark.ops.reweight import check_reweight_options
+
 RESOLVED_EXECUTIONS = (
     "threshold",
     "packed_external",
@@ -369,17 +371,6 @@ class PackedConfig:
             object.__setattr__(self, "head_budgets", tuple(self.head_budgets))
             for budget in self.head_budgets:
                 _check_integer("head_budgets", budget, 0)
-
-
-def check_reweight_options(summary_math: str, logmass_key: str, reweight_components: str) -> None:
-    """Raise ValueError unless the three switches of `spark_reweight` are known."""
-    _check_choice("summary_math", summary_math, ("tensorcore", "comfy_fp32"))
-    _check_choice("logmass_key", logmass_key, ("stored", "pre_round"))
-    _check_choice(
-        "reweight_components",
-        reweight_components,
-        ("full", "weights_only", "bias_only", "none"),
-    )
 
 
 PRESETS = {

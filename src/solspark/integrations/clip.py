@@ -71,6 +71,12 @@ class OutputFolder:
         self._pending.clear()
 
 
+def require_writers() -> None:
+    """Raise MissingDependencyError unless clips and contact sheets can be written here."""
+    _require("imageio_ffmpeg", "writing a clip")
+    _require("PIL", "writing a contact sheet")
+
+
 def write_clip(
     path: str | os.PathLike[str],
     frames: Tensor,

@@ -1,0 +1,457 @@
+"""The command line: parse, call, print.
+
+`solspark generate` makes a clip, `env` says what is installed and what would run, `explain` says the
+same of one call, `bench` measures.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeElapsedColumn as Elapsed
+    from rich.progress import TimeRemainingColumn as Remaining
+    from rich.table import Table
+except ImportError:
+    print(
+        'solspark: the command line needs typer and rich: pip install "solspark[cli]"',
+        file=sys.stderr,
+    )
+    raise SystemExit(2) from None
+
+import torch
+
+from .bench.command import bench_app
+from .errors import SolsparkError
+from .explain import Served, environment, estimate, explain
+from .integrations.generation import DEFAULT_PROMPT, GenerateOptions, generate
+from .types import AttentionCall
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
+
+app = typer.Typer(
+    name="solspark",
+    help="Sparse attention for video diffusion transformers.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+app.add_typer(bench_app, name="bench")
+out = Console()
+err = Console(stderr=True)
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="solspark")
+
+
+@app.callback()
+def _global_options(
+    context: typer.Context,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Show where an error came from.")
+    ] = False,
+) -> None:
+    context.obj = {"traceback": traceback}
+
+
+@app.command("generate")
+def generate_command(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="tiny (random weights, no download), a local folder or a name on the hub."
+        ),
+    ] = "tiny",
+    method: Annotated[str, typer.Option(help="dense, sol or spark.")] = "spark",
+    compare: Annotated[
+        str | None, typer.Option(help="dense: run the dense pipeline too, and compare.")
+    ] = None,
+    prompt: Annotated[str, typer.Option(help="What to show.")] = DEFAULT_PROMPT,
+    height: Annotated[int | None, typer.Option(help="Pixels, a multiple of 32.")] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels, a multiple of 32.")] = None,
+    frames: Annotated[
+        int | None, typer.Option(help="At 24 a second; rounded up to 17 n + 5, 5 to 15 s.")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(help="In place of --frames.")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Transformer evaluations (grid points less one): 19; 5 for tiny."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
+    folder: Annotated[str, typer.Option("--out", help="Folder for everything written.")] = "out",
+    preset: Annotated[
+        str | None, typer.Option(help="Spark options by name: default, quality, fast.")
+    ] = None,
+    topk_ratio: Annotated[
+        float | None, typer.Option(help="Share of the video blocks a query block reads exactly.")
+    ] = None,
+    tau: Annotated[
+        float | None,
+        typer.Option(help="Read blocks above mean + tau deviations, in place of a share."),
+    ] = None,
+    tail: Annotated[
+        str | None, typer.Option(help="Skipped blocks: query, block or block8x8.")
+    ] = None,
+    warmup_ratio: Annotated[
+        float | None, typer.Option(help="Dense share of the evaluations at the start: 0.2.")
+    ] = None,
+    warmup_steps: Annotated[
+        int | None, typer.Option(help="Dense evaluations at the start, as a number.")
+    ] = None,
+    dense_layers: Annotated[
+        int | None, typer.Option(help="First layers that stay dense: 1.")
+    ] = None,
+    min_tokens: Annotated[
+        int | None, typer.Option(help="Shorter sequences stay dense.")
+    ] = None,
+    dense_backend: Annotated[
+        str | None, typer.Option(help="Attention backend of diffusers for dense calls.")
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", help="Any other option of the installer; may be repeated."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto, float32, bfloat16 or float16.")
+    ] = "auto",
+) -> None:
+    """Generate a clip, dense or sparse, and report density, times and distance from dense.
+
+    Writes one .mp4 a method, contact-sheet.png and report.json. Ctrl-C leaves no file behind.
+    """
+    with _reported("generate", context):
+        options = GenerateOptions(
+            model=model,
+            method=method,
+            compare=compare,
+            prompt=prompt,
+            height=height,
+            width=width,
+            frames=frames,
+            seconds=seconds,
+            steps=steps,
+            seed=seed,
+            out=folder,
+            device=device,
+            dtype=dtype,
+            preset=preset,
+            topk_ratio=topk_ratio,
+            tau=tau,
+            tail=tail,
+            warmup_ratio=warmup_ratio,
+            warmup_steps=warmup_steps,
+            dense_layers=dense_layers,
+            min_tokens=min_tokens,
+            dense_backend=dense_backend,
+            extra=dict(_named_value(text) for text in option or ()),
+        )
+        # A polite kill must clean up like Ctrl-C does.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        columns = (TextColumn("{task.description:>6}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, Elapsed(), Remaining(), console=err) as bar:
+            tasks: dict[str, Any] = {}
+
+            def progress(label: str, done: int, total: int) -> None:
+                if label not in tasks:
+                    tasks[label] = bar.add_task(label, total=total)
+                bar.update(tasks[label], completed=done)
+
+            report, files = generate(options, progress)
+        _print_runs(report)
+        for path in files:
+            out.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+@app.command("env")
+def env_command(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what is installed, and which implementation each operation would use here and why.
+
+    The call asked about is MiniMax-H3's at 10 s: bfloat16 [1, 73584, 56, 128].
+    """
+    with _reported("env", context):
+        found = environment()
+        gpu = torch.cuda.is_available()
+        call = AttentionCall(
+            batch=1,
+            query_tokens=73584,
+            key_tokens=73584,
+            heads=56,
+            head_dim=128,
+            dtype=torch.bfloat16,
+            device_type="cuda" if gpu else "cpu",
+            capability=torch.cuda.get_device_capability() if gpu else None,
+        )
+        served = explain(call)
+        if as_json:
+            print(json.dumps({**found, "call": _call_record(call), "operations": _plain(served)}))
+            return
+        table = Table("what", "found", title="installed", title_justify="left")
+        table.add_row("solspark", str(found["solspark"]))
+        table.add_row("python", f"{found['python']} on {found['platform']}")
+        cpu = found["cpu"]
+        table.add_row(
+            "cpu", f"{cpu['model']}, {cpu['cores']} cores, torch uses {cpu['torch_threads']}"
+        )
+        for name, version in found["packages"].items():
+            table.add_row(name, version or "not installed")
+        for name in ("cuda", "hip"):
+            if found[name]:
+                table.add_row(f"torch built for {name}", found[name])
+        for index, item in enumerate(found["devices"]):
+            text = f"{item['name']}, capability {item['capability']}, {item['memory_gib']} GiB"
+            table.add_row(f"device {index}", text)
+        if not found["devices"]:
+            table.add_row("devices", "no CUDA or ROCm device")
+        out.print(table)
+        _print_served(served, f"what would serve {_call_words(call)}")
+
+
+@app.command("explain")
+def explain_command(
+    context: typer.Context,
+    tokens: Annotated[int, typer.Option(help="Query tokens L_q.")],
+    key_tokens: Annotated[int | None, typer.Option(help="Key tokens; as many by default.")] = None,
+    batch: Annotated[int, typer.Option(help="B.")] = 1,
+    heads: Annotated[int, typer.Option(help="H.")] = 56,
+    key_heads: Annotated[int | None, typer.Option(help="Fewer key heads (GQA).")] = None,
+    head_dim: Annotated[int, typer.Option(help="D.")] = 128,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    capability: Annotated[
+        str | None, typer.Option(help="MAJOR.MINOR of a GPU that need not be here, such as 9.0.")
+    ] = None,
+    topk_ratio: Annotated[
+        float | None, typer.Option(help="Share of candidate blocks read exactly.")
+    ] = None,
+    tau: Annotated[float, typer.Option(help="Threshold, without --topk-ratio.")] = 1.0,
+    sink_tokens: Annotated[int, typer.Option(help="Exact tokens at the end.")] = 0,
+    local_radius: Annotated[int, typer.Option(help="Exact band; -1 for none.")] = 1,
+    tail: Annotated[str, typer.Option(help="query, block, block8x8 or none.")] = "query",
+    parents: Annotated[int, typer.Option(help="Anchors of reweighted summaries.")] = 1,
+    key_bias: Annotated[bool, typer.Option("--key-bias", help="With a bias a key.")] = False,
+    lse: Annotated[bool, typer.Option("--lse", help="Return the log-sum-exp.")] = False,
+    kv_splits: Annotated[int, typer.Option(help="Splits of the key loop.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what would serve one call and why, and what it is expected to cost.
+
+    Density, work and memory are expectations from the options, not measurements.
+    """
+    with _reported("explain", context):
+        call = _described_call(
+            batch=batch,
+            query_tokens=tokens,
+            key_tokens=tokens if key_tokens is None else key_tokens,
+            heads=heads,
+            key_heads=key_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device=device,
+            capability=capability,
+            tail=tail,
+            parents=parents,
+            key_bias=key_bias,
+            return_lse=lse,
+            kv_splits=kv_splits,
+        )
+        cost = estimate(
+            call,
+            topk_ratio=topk_ratio,
+            tau=tau,
+            sink_tokens=sink_tokens,
+            local_radius=local_radius,
+        )
+        served = explain(call)
+        if as_json:
+            totals = {"flops": cost.flops, "workspace_bytes": cost.workspace_bytes}
+            record = {
+                "call": _call_record(call),
+                "operations": _plain(served),
+                "estimate": {**asdict(cost), **totals},
+            }
+            print(json.dumps(record))
+            return
+        _print_served(served, f"what would serve {_call_words(call)}")
+        table = Table("expected", "value", title="cost (not measured)", title_justify="left")
+        table.add_row("density", f"{cost.density:.1%}: {cost.density_source}")
+        table.add_row("dense work", f"{cost.dense_flops / 1e12:.3g} TFLOP")
+        share = cost.flops / cost.dense_flops
+        table.add_row("sparse work", f"{cost.flops / 1e12:.3g} TFLOP, {share:.1%} of dense")
+        table.add_row("output", _size(cost.output_bytes))
+        table.add_row("summaries", _size(cost.summary_bytes))
+        table.add_row("plan", _size(cost.plan_bytes))
+        table.add_row("memory above the inputs", _size(cost.workspace_bytes))
+        out.print(table)
+
+
+@contextmanager
+def _reported(command: str, context: typer.Context) -> Iterator[None]:
+    """Turn what a user can cause into one line and an exit code; leave bugs their traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"solspark {command}: interrupted, nothing was written", file=sys.stderr)
+        raise typer.Exit(130) from None
+    except (SolsparkError, ValueError, TypeError, OSError) as error:
+        if context.obj["traceback"]:
+            raise
+        print(f"solspark {command}: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def _named_value(text: str) -> tuple[str, Any]:
+    """Read NAME=VALUE; a value that is no Python literal is a word."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError(f"option: expected NAME=VALUE, got {text!r}")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def _described_call(
+    *, dtype: str, device: str, capability: str | None, **shape: Any
+) -> AttentionCall:
+    """Build the call to explain; the device defaults to the one that is here."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}; got {dtype!r}")
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device: expected auto, cpu or cuda; got {device!r}")
+    if shape["tail"] not in ("query", "block", "block8x8", "none"):
+        raise ValueError(
+            f"tail: expected one of query, block, block8x8, none; got {shape['tail']!r}"
+        )
+    for name, value in shape.items():
+        if type(value) is int and value < 1:
+            raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
+    here = torch.cuda.is_available()
+    if device == "auto":
+        device = "cuda" if here or capability else "cpu"
+    found: tuple[int, int] | None = None
+    if capability is not None:
+        major, dot, minor = capability.partition(".")
+        if device != "cuda" or not (dot and major.isdigit() and minor.isdigit()):
+            raise ValueError(
+                f"capability: expected MAJOR.MINOR of a cuda device, got {capability!r} "
+                f"with device {device!r}"
+            )
+        found = (int(major), int(minor))
+    elif device == "cuda":
+        if not here:
+            raise ValueError(
+                "capability: expected MAJOR.MINOR for device 'cuda' without a GPU here, got none"
+            )
+        found = torch.cuda.get_device_capability()
+    return AttentionCall(dtype=DTYPES[dtype], device_type=device, capability=found, **shape)
+
+
+def _call_record(call: AttentionCall) -> dict[str, Any]:
+    """Return a call as plain data."""
+    return {**asdict(call), "dtype": str(call.dtype).removeprefix("torch.")}
+
+
+def _call_words(call: AttentionCall) -> str:
+    """Return a call in words."""
+    dtype = str(call.dtype).removeprefix("torch.")
+    where = call.device_type
+    if call.capability is not None:
+        where += f" {call.capability[0]}.{call.capability[1]}"
+    keys = "" if call.key_tokens == call.query_tokens else f" over {call.key_tokens} keys"
+    shape = f"[{call.batch}, {call.query_tokens}, {call.heads}, {call.head_dim}]"
+    return f"{dtype} {shape}{keys} on {where}"
+
+
+def _plain(served: list[Served]) -> list[dict[str, Any]]:
+    """Return what would serve as plain data."""
+    return [
+        {
+            "operation": item.operation,
+            "implementation": item.implementation,
+            "declined": {name: list(reasons) for name, reasons in item.declined},
+            "passed_over": list(item.passed_over),
+        }
+        for item in served
+    ]
+
+
+def _print_served(served: list[Served], title: str) -> None:
+    """Print one line an operation, with the reasons of those that cannot serve."""
+    table = Table("operation", "served by", "why not the others", title=title, title_justify="left")
+    for item in served:
+        why = [f"{name}: {'; '.join(reasons)}" for name, reasons in item.declined]
+        why += [f"{name}: comes after" for name in item.passed_over]
+        table.add_row(item.operation, item.implementation or "nothing", "\n".join(why))
+    out.print(table)
+
+
+def _print_runs(report: dict[str, Any]) -> None:
+    """Print the short table of a generation."""
+    model, call = report["model"], report["call"]
+    title = (
+        f"{model['name']}: {model['width']}x{model['height']}, {model['frames']} frames, "
+        f"{call['steps']} steps, {report['dtype']} on {report['device']}"
+    )
+    table = Table(title=title, title_justify="left")
+    for name in ("method", "denoise s", "attention s", "sparse calls", "density", "served by"):
+        table.add_column(name, justify="left" if name in ("method", "served by") else "right")
+    for label, run in report["runs"].items():
+        names = {
+            layer["implementation"]["block_sparse_attention"]
+            for step in run["steps"]
+            for layer in step["layers"]
+            if layer["path"] == "sparse"
+        }
+        table.add_row(
+            label,
+            f"{run['denoise_ms'] / 1e3:.2f}",
+            f"{run['attention_ms'] / 1e3:.2f}",
+            f"{run['sparse_calls']} of {run['attention_calls']}",
+            "" if run["density"] is None else f"{run['density']:.1%}",
+            ", ".join(sorted(names)) or "the model's own attention",
+        )
+    out.print(table)
+    if "comparison" in report:
+        found = report["comparison"]
+        psnr = found["psnr_db"]
+        psnr = psnr if isinstance(psnr, str) else f"{psnr:.2f}"
+        out.print(
+            f"against dense: PSNR {psnr} dB, SSIM {found['ssim']:.4f}, latents' relative L2 "
+            f"{found['latents_relative_l2']:.2e}; denoise {found['denoise_speedup']:.2f}x, "
+            f"attention {found['attention_speedup']:.2f}x",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _size(count: int) -> str:
+    """Return bytes in the unit that reads best."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"

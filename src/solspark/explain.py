@@ -1,0 +1,253 @@
+"""Say what this machine has, which implementation would serve a call and why, and what it costs."""
+
+from __future__ import annotations
+
+import math
+import os
+import pkgutil
+import platform
+from dataclasses import dataclass
+from importlib import metadata
+from statistics import NormalDist
+from typing import Any
+
+import torch
+
+from . import ops
+from .ops import _dispatch
+from .types import BLOCK, AttentionCall, block_count
+
+PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "numpy")
+
+
+@dataclass(frozen=True)
+class Served:
+    """Say what would serve one operation of a call.
+
+    Args:
+        operation: name of the operation.
+        implementation: the implementation that would serve it, None when none can.
+        declined: (implementation, reasons) of all that cannot.
+        passed_over: implementations that could, but come after the chosen one.
+    """
+
+    operation: str
+    implementation: str | None
+    declined: tuple[tuple[str, tuple[str, ...]], ...]
+    passed_over: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Say what one attention call is expected to cost.
+
+    Args:
+        density: expected share of (query block, key block) pairs read exactly.
+        density_source: how the density follows from the options, in words.
+        dense_flops: of dense attention on the same tokens, 4 B H L_q L_k D.
+        exact_flops: of the blocks read exactly.
+        summary_flops: of the skipped blocks' summaries.
+        plan_flops: of pooling, scores and selection.
+        output_bytes: of the result (and the LSE, if asked for).
+        summary_bytes: of the block means of K and V and the query means.
+        plan_bytes: of scores, packed bits and lists.
+    """
+
+    density: float
+    density_source: str
+    dense_flops: float
+    exact_flops: float
+    summary_flops: float
+    plan_flops: float
+    output_bytes: int
+    summary_bytes: int
+    plan_bytes: int
+
+    @property
+    def flops(self) -> float:
+        """All floating-point operations of the sparse call."""
+        return self.exact_flops + self.summary_flops + self.plan_flops
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory above the inputs."""
+        return self.output_bytes + self.summary_bytes + self.plan_bytes
+
+
+def environment() -> dict[str, Any]:
+    """Return what is installed and which devices are here, as plain data for a report.
+
+    Returns:
+        "solspark", "python", "platform", "cpu" (model, cores, torch's threads), "packages" (name ->
+        version or None), "cuda" and "hip" (versions torch was built with, or None), "devices" (name,
+        capability, memory in GiB of each GPU).
+    """
+    devices = []
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            found = torch.cuda.get_device_properties(index)
+            devices.append(
+                {
+                    "name": found.name,
+                    "capability": f"{found.major}.{found.minor}",
+                    "memory_gib": round(found.total_memory / 2**30, 1),
+                }
+            )
+    return {
+        "solspark": _version("solspark"),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": {
+            "model": _cpu_model(),
+            "cores": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+        },
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "devices": devices,
+    }
+
+
+def operations() -> tuple[str, ...]:
+    """Return every operation that has an implementation registered, in alphabetical order."""
+    modules = [found.name for found in pkgutil.iter_modules(ops.__path__)]
+    names = {*_dispatch.OPERATIONS, *(name for name in modules if not name.startswith("_"))}
+    return tuple(sorted(name for name in names if _has_implementation(name)))
+
+
+def explain(call: AttentionCall) -> list[Served]:
+    """Say for every operation which implementation would serve a call, and why the others do not.
+
+    Args:
+        call: shapes, dtype and device of the call; the device need not be in this machine.
+
+    Returns:
+        One record an operation, in the order of `operations()`.
+    """
+    return [_explain_operation(operation, call) for operation in operations()]
+
+
+def estimate(
+    call: AttentionCall,
+    *,
+    topk_ratio: float | None = None,
+    tau: float = 1.0,
+    sink_tokens: int = 0,
+    local_radius: int = 1,
+) -> Estimate:
+    """Estimate density, work and memory of one `sol_attn` call.
+
+    Top-k: density = (k + band + sinks) / N with k = max(1, round(ratio C)) of C candidate blocks.
+    Threshold: 1 - Phi(tau) in place of k / C, the share above tau standard deviations if the
+    scores were normal. Real activations keep 10 to 26 % of the blocks at tau = 1.
+    Work: 4 B H L_q L_k D density for exact blocks, 4 B H L_q D per skipped block for summaries
+    (at most a 64th of dense), 2 B H N_q N_k D for the scores.
+
+    Args:
+        call: shapes and dtype; `tail` and `return_lse` count.
+        topk_ratio: share of candidate blocks read exactly; None routes by `tau`.
+        tau: standard deviations above the mean score.
+        sink_tokens: tokens at the end that every query reads exactly.
+        local_radius: band |i - j| <= r read exactly, -1 for none.
+
+    Returns:
+        The estimate; the figures are expectations, not measurements.
+
+    Raises:
+        ValueError: a ratio outside (0, 1], a tau that is not finite, sinks outside 0..L_k.
+
+    Source: spec/sol-bf16.md 1.9 and 1.10.
+    """
+    if topk_ratio is not None and not 0 < topk_ratio <= 1:
+        raise ValueError(f"topk_ratio: expected None or a number in (0, 1], got {topk_ratio!r}")
+    if not math.isfinite(tau):
+        raise ValueError(f"tau: expected a finite number, got {tau!r}")
+    if not 0 <= sink_tokens <= call.key_tokens:
+        raise ValueError(f"sink_tokens: expected 0..{call.key_tokens}, got {sink_tokens!r}")
+    rows, columns = block_count(call.query_tokens), block_count(call.key_tokens)
+    sinks = columns - (call.key_tokens - sink_tokens) // BLOCK if sink_tokens else 0
+    candidates = columns - sinks
+    if topk_ratio is None:
+        chosen = (1 - NormalDist().cdf(tau)) * candidates
+        source = f"normal scores above {tau:g} standard deviations"
+    else:
+        chosen = min(candidates, max(1, round(topk_ratio * candidates))) if candidates else 0
+        source = f"{chosen} of {candidates} candidate blocks a row"
+    # A band block is chosen anyway with the probability of any other.
+    band = min(candidates, 2 * local_radius + 1) if local_radius >= 0 else 0
+    share = chosen / candidates if candidates else 0.0
+    exact = sinks + chosen + band * (1 - share)
+    if sinks:
+        source += f", {sinks} sink blocks"
+    if band:
+        source += f", the band |i - j| <= {local_radius}"
+    density = exact / columns
+
+    heads = call.batch * call.heads
+    element = torch.empty((), dtype=call.dtype).element_size()
+    dense = 4.0 * heads * call.query_tokens * call.key_tokens * call.head_dim
+    skipped = columns - exact
+    summary_rows = {"query": call.query_tokens, "block": rows, "block8x8": 8 * rows, "none": 0}
+    per_block = 8 if call.tail == "block8x8" else 1
+    summaries = 4.0 * heads * summary_rows[call.tail] * skipped * per_block * call.head_dim
+    width = columns if topk_ratio is None else min(columns, math.ceil(exact) + 1)
+    lists = rows * (width * (2 if columns < 32768 else 4) + 4 + 4 * math.ceil(columns / 32))
+    means = columns * call.head_dim * element * (2 if call.tail != "none" else 1) * call.parents
+    return Estimate(
+        density=density,
+        density_source=source,
+        dense_flops=dense,
+        exact_flops=dense * density,
+        summary_flops=summaries,
+        plan_flops=2.0 * heads * rows * columns * call.head_dim,
+        output_bytes=heads
+        * call.query_tokens
+        * (call.head_dim * element + (4 if call.return_lse else 0)),
+        summary_bytes=heads * (means + rows * call.head_dim * 4),
+        plan_bytes=heads * (rows * columns * 4 + lists),
+    )
+
+
+def _explain_operation(operation: str, call: AttentionCall) -> Served:
+    """Ask every implementation of one operation."""
+    chosen: str | None = None
+    declined: list[tuple[str, tuple[str, ...]]] = []
+    passed_over: list[str] = []
+    for name in _dispatch.implementations(operation):
+        obstacles = tuple(_dispatch.reasons(operation, name, call))
+        if obstacles:
+            declined.append((name, obstacles))
+        elif chosen is None:
+            chosen = name
+        else:
+            passed_over.append(name)
+    return Served(operation, chosen, tuple(declined), tuple(passed_over))
+
+
+def _has_implementation(name: str) -> bool:
+    """Whether a module of `ops` registers an operation of its name."""
+    try:
+        return bool(_dispatch.implementations(name))
+    except ValueError:
+        return False
+
+
+def _version(package: str) -> str | None:
+    """Return the installed version of a distribution, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    """Return the processor's name as well as the platform tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"

@@ -1,0 +1,496 @@
+"""Generate clips with a MiniMax-H3 pipeline, dense and sparse, and report what was done.
+
+This is the work behind `solspark generate`: it loads the pipeline, runs it once for each method,
+measures every attention layer of every step, and writes the clips, a contact sheet and a JSON
+report, all at once at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..explain import environment
+from ..ops._dispatch import collect_records
+from ..types import CallRecord
+from . import clip as clips
+from .h3_config import sol_config, spark_config
+from .h3_pipeline import GeneratedClip, generate_clip, load_h3_pipeline, loaded_transformer
+from .minimax_h3 import install_h3_sparse_attention
+from .tiny_h3 import TINY_INSTALL, build_tiny_h3_pipeline
+
+METHODS = ("dense", "sol", "spark")
+TAILS = ("query", "block", "block8x8")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEFAULT_PROMPT = "a red kite turns slowly over a grey sea while the wind rises"
+FPS = 24
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Say what to generate, how, and where it goes.
+
+    Args:
+        model: "tiny" (random weights built in code, no download), a local folder or a hub name.
+        method: "dense", "sol" or "spark".
+        compare: "dense" runs the dense pipeline too and compares; None does not.
+        prompt: what to show.
+        height, width: pixels, multiples of 32; None for the model's own canvas.
+        frames: frames at 24 a second; None for `seconds`, or the model's shortest clip.
+        seconds: length in place of `frames`.
+        steps: transformer evaluations; None for 5 (tiny) or 19.
+        seed: of the noise.
+        out: folder for the clips, the contact sheet and the report.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        dtype: "auto" (float32 for tiny, bfloat16 otherwise), "float32", "bfloat16" or "float16".
+        preset: named Spark options: "default", "quality", "fast".
+        topk_ratio: share of candidate blocks read exactly; None for the method's default, which is
+            0.1 for Spark unless `tau` is given, and threshold routing for Sol.
+        tau: threshold in standard deviations, for routing without a budget.
+        tail: "query", "block" or "block8x8" granularity of the summaries.
+        warmup_ratio, warmup_steps: dense evaluations at the start, as a share or a number.
+        dense_layers: first layers that stay dense.
+        min_tokens: shortest sequence that goes sparse; None for the method's default (0 for tiny).
+        dense_backend: attention backend of diffusers for the dense calls.
+        extra: any further option of the installer, under the installer's name.
+
+    Raises:
+        ValueError: naming the option, what was expected and what came.
+    """
+
+    model: str = "tiny"
+    method: str = "spark"
+    compare: str | None = None
+    prompt: str = DEFAULT_PROMPT
+    height: int | None = None
+    width: int | None = None
+    frames: int | None = None
+    seconds: float | None = None
+    steps: int | None = None
+    seed: int = 0
+    out: str = "out"
+    device: str = "auto"
+    dtype: str = "auto"
+    preset: str | None = None
+    topk_ratio: float | None = None
+    tau: float | None = None
+    tail: str | None = None
+    warmup_ratio: float | None = None
+    warmup_steps: int | None = None
+    dense_layers: int | None = None
+    min_tokens: int | None = None
+    dense_backend: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_choice("method", self.method, METHODS)
+        _check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        if self.compare is not None:
+            _check_choice("compare", self.compare, ("dense",))
+            if self.method == "dense":
+                raise ValueError("compare: expected None with method 'dense', got 'dense'")
+        if self.tail is not None:
+            _check_choice("tail", self.tail, TAILS)
+        for name, least in (("height", 32), ("width", 32), ("frames", 1), ("steps", 1)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least):
+                raise ValueError(f"{name}: expected an int >= {least}, got {value!r}")
+        if (self.height is None) != (self.width is None):
+            given = "height" if self.width is None else "width"
+            raise ValueError(f"height, width: expected both or neither, got only {given}")
+        if self.seconds is not None:
+            if self.frames is not None:
+                raise ValueError("seconds: expected None together with frames, got both")
+            if not (math.isfinite(self.seconds) and self.seconds > 0):
+                raise ValueError(f"seconds: expected a positive number, got {self.seconds!r}")
+        if self.warmup_ratio is not None and self.warmup_steps is not None:
+            raise ValueError("warmup_steps: expected None together with warmup_ratio, got both")
+        if self.method == "dense":
+            given = sorted(self.method_options())
+            if given:
+                raise ValueError(f"{given[0]}: expected no sparse option with method 'dense'")
+
+    def method_options(self) -> dict[str, Any]:
+        """Return the options of the sparse method that were given, under their names here."""
+        names = ("preset", "topk_ratio", "tau", "tail", "warmup_ratio", "warmup_steps")
+        names += ("dense_layers", "min_tokens", "dense_backend")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {**given, **self.extra}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One run of the pipeline: its label, and the installer to use, if any."""
+
+    label: str
+    install: Callable[[nn.Module, int], AbstractContextManager[Any]] | None
+
+
+Progress = Callable[[str, int, int], None]
+"""Called as progress(label, evaluations done, evaluations in all)."""
+
+
+def generate(
+    options: GenerateOptions, progress: Progress | None = None
+) -> tuple[dict[str, Any], list[Path]]:
+    """Generate one clip, and the dense one beside it if asked to, and write everything.
+
+    Nothing is written under its real name before all of it is complete; an exception or an
+    interrupt leaves the folder as it was.
+
+    Args:
+        options: what to do.
+        progress: told about each finished transformer evaluation.
+
+    Returns:
+        (the report as it was written, the paths of the files written).
+
+    Raises:
+        ValueError: an option that does not fit the model or the method.
+        MissingDependencyError: diffusers, or what writes clips, is missing.
+    """
+    arm = _sparse_arm(options) if options.method != "dense" else Arm("dense", None)
+    arms = [Arm("dense", None), arm] if options.compare else [arm]
+    clips.require_writers()
+    with clips.OutputFolder(options.out) as folder:
+        pipe, call, device, dtype = _open(options)
+        runs: dict[str, dict[str, Any]] = {}
+        made: dict[str, GeneratedClip] = {}
+        for each in arms:
+            made[each.label], runs[each.label] = _run(pipe, each, call, progress)
+        report = {
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "options": {**asdict(options), "extra": dict(options.extra)},
+            "environment": environment(),
+            "device": str(device),
+            "dtype": str(dtype).removeprefix("torch."),
+            "model": _describe_model(pipe, made[arm.label], options.model),
+            "call": {name: value for name, value in call.items() if name != "prompt"},
+            "runs": runs,
+        }
+        if options.compare:
+            report["comparison"] = _compare(made[arm.label], made["dense"], runs, arm.label)
+        names = _write(folder, made, arm.label)
+        report["files"] = [*names, "report.json"]
+        text = json.dumps(_plain(report), indent=2, allow_nan=False)
+        folder.path("report.json").write_text(text + "\n", encoding="utf-8")
+        return json.loads(text), folder.commit()
+
+
+def _open(options: GenerateOptions) -> tuple[Any, dict[str, Any], torch.device, torch.dtype]:
+    """Load the pipeline and settle what it is called with."""
+    tiny = options.model == "tiny"
+    device = _device(options.device)
+    dtype = DTYPES["float32" if tiny else "bfloat16"]
+    if options.dtype != "auto":
+        dtype = DTYPES[options.dtype]
+    if tiny:
+        pipe, call = build_tiny_h3_pipeline(dtype=dtype, device=device)
+    else:
+        pipe, call = load_h3_pipeline(options.model, dtype, device), {"steps": 19}
+    call["prompt"], call["seed"] = options.prompt, options.seed
+    if options.seconds is not None:
+        call["num_frames"] = math.ceil(options.seconds * FPS)
+    named = {"height": "height", "width": "width", "frames": "num_frames", "steps": "steps"}
+    for name, keyword in named.items():
+        if getattr(options, name) is not None:
+            call[keyword] = getattr(options, name)
+    return pipe, call, device, dtype
+
+
+def _device(name: str) -> torch.device:
+    """Resolve "auto" and check that the device is here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: expected one that is here, got {name!r} without a GPU")
+    return device
+
+
+def _sparse_arm(options: GenerateOptions) -> Arm:
+    """Return the arm of the sparse method; its options are checked here, before a model loads."""
+    spark = options.method == "spark"
+    if options.preset is not None and not spark:
+        raise ValueError(f"preset: expected None with method 'sol', got {options.preset!r}")
+    keywords = options.method_options()
+    for name, public in (
+        ("tau", "sol_tau"),
+        ("tail", "sol_tail_granularity"),
+        ("topk_ratio", "sol_route_topk_ratio"),
+    ):
+        if name in keywords:
+            keywords[public] = keywords.pop(name)
+    if spark and options.tau is not None and options.topk_ratio is None:
+        # Spark routes by a budget unless told otherwise; asking for a threshold says otherwise.
+        keywords.setdefault("sol_route_topk_ratio", None)
+    if options.model == "tiny" and "sol_min_tokens" not in keywords:
+        keywords = {**TINY_INSTALL, **keywords}
+    configure = spark_config if spark else sol_config
+
+    def install(transformer: nn.Module, evaluations: int) -> AbstractContextManager[Any]:
+        config = configure(num_denoise_steps=evaluations, **keywords)
+        return install_h3_sparse_attention(transformer, config)
+
+    configure(**keywords)
+    return Arm(options.method, install)
+
+
+def _run(
+    pipe: Any, arm: Arm, call: dict[str, Any], progress: Progress | None
+) -> tuple[GeneratedClip, dict[str, Any]]:
+    """Generate with one method and measure it."""
+    _, transformer = loaded_transformer(pipe)
+    plugin = arm.install(transformer, call["steps"]) if arm.install else nullcontext()
+
+    def on_step(done: int, steps: int) -> None:
+        if progress is not None:
+            progress(arm.label, done, steps)
+
+    started = time.perf_counter()
+    with plugin as installed, AttentionWatch(transformer) as watch:
+        made = generate_clip(pipe, **call, on_step=on_step)
+        summary = installed.summary() if arm.install else None
+    run = {
+        "seconds": time.perf_counter() - started,
+        **watch.report(),
+        "summary": summary,
+    }
+    return made, run
+
+
+@dataclass
+class _LayerCall:
+    """One call of one attention module: when it ran, and what solspark recorded inside it."""
+
+    step: int
+    layer: int
+    tokens: int
+    start: Any
+    stop: Any
+    records: list[CallRecord]
+
+
+class AttentionWatch:
+    """Time every attention module of an H3 transformer and collect what served it.
+
+    A context manager around a generation. It adds module hooks, changes no computation, and reads
+    the device's clocks only in `report`, so that it does not slow the run down.
+
+    Args:
+        transformer: a MiniMax-H3 transformer.
+    """
+
+    def __init__(self, transformer: nn.Module):
+        self._transformer = transformer
+        self._calls: list[_LayerCall] = []
+        self._steps: list[list[Any]] = []
+        self._stack = ExitStack()
+        self._open: ExitStack | None = None
+
+    def __enter__(self) -> AttentionWatch:
+        def hook(handle: Any) -> None:
+            self._stack.callback(handle.remove)
+
+        self._clock = _Clock(next(self._transformer.parameters()).device)
+        hook(self._transformer.register_forward_pre_hook(self._step_starts))
+        hook(self._transformer.register_forward_hook(self._step_stops))
+        for layer, block in enumerate(self._transformer.transformer_blocks):  # type: ignore[arg-type]
+            starts = _bound(self._layer_starts, layer)
+            hook(block.attn.register_forward_pre_hook(starts))
+            hook(block.attn.register_forward_hook(self._layer_stops))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._open is not None:
+            self._open.close()
+        self._stack.close()
+
+    def _step_starts(self, module: nn.Module, args: Any) -> None:
+        self._steps.append([self._clock.now(), None])
+
+    def _step_stops(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._steps[-1][1] = self._clock.now()
+
+    def _layer_starts(self, layer: int, module: nn.Module, args: Any) -> None:
+        self._open = ExitStack()
+        records = self._open.enter_context(collect_records())
+        tokens = args[0].shape[1]
+        step = len(self._steps) - 1
+        self._calls.append(_LayerCall(step, layer, tokens, self._clock.now(), None, records))
+
+    def _layer_stops(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._calls[-1].stop = self._clock.now()
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def report(self) -> dict[str, Any]:
+        """Return totals and one entry a step with one entry a layer; waits for the device."""
+        self._clock.wait()
+        steps = [
+            {"step": index, "ms": self._clock.ms(start, stop), "layers": []}
+            for index, (start, stop) in enumerate(self._steps)
+        ]
+        sparse = []
+        for call in self._calls:
+            layer = self._describe(call)
+            steps[call.step]["layers"].append(layer)
+            if layer["path"] == "sparse":
+                sparse.append(layer)
+        layers = [layer for step in steps for layer in step["layers"]]
+        return {
+            "denoise_ms": sum(step["ms"] for step in steps),
+            "attention_ms": sum(layer["ms"] for layer in layers),
+            "attention_calls": len(layers),
+            "sparse_calls": len(sparse),
+            "density": _mean([layer["density"] for layer in sparse]),
+            "tokens": self._calls[-1].tokens if self._calls else 0,
+            "steps": steps,
+        }
+
+    def _describe(self, call: _LayerCall) -> dict[str, Any]:
+        """Say which path a layer took and what served it."""
+        attention = [item for item in call.records if item.operation == "block_sparse_attention"]
+        described: dict[str, Any] = {
+            "layer": call.layer,
+            "ms": self._clock.ms(call.start, call.stop),
+            "path": "sparse" if attention else "dense",
+        }
+        if attention:
+            record = attention[-1]
+            rows = record.call.query_tokens / call.tokens
+            density = record.density
+            described["density"] = density
+            # Context rows and the video rows of the mixed block read everything.
+            described["density_all_rows"] = (
+                None if density is None else density * rows + (1 - rows)
+            )
+            described["implementation"] = {
+                item.operation: item.implementation for item in call.records
+            }
+        return described
+
+
+class _Clock:
+    """Read the time without making a GPU wait: events there, the host's counter elsewhere."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def ms(self, start: Any, stop: Any) -> float:
+        if self._device.type == "cuda":
+            return start.elapsed_time(stop)
+        return (stop - start) * 1e3
+
+
+def _describe_model(pipe: Any, made: GeneratedClip, name: str) -> dict[str, Any]:
+    """Return the shapes that a reader needs to judge the figures."""
+    component, transformer = loaded_transformer(pipe)
+    config: Any = transformer.config
+    return {
+        "name": name,
+        "component": component,
+        "layers": len(transformer.transformer_blocks),  # type: ignore[arg-type]
+        "heads": config.num_attention_heads,
+        "head_dim": config.attention_head_dim,
+        "parameters": sum(parameter.numel() for parameter in transformer.parameters()),
+        "frames": made.frames.shape[0],
+        "height": made.frames.shape[1],
+        "width": made.frames.shape[2],
+        "fps": made.fps,
+    }
+
+
+def _compare(
+    made: GeneratedClip, dense: GeneratedClip, runs: dict[str, dict[str, Any]], label: str
+) -> dict[str, Any]:
+    """Measure how far the sparse clip is from the dense one, and how much faster it was."""
+    return {
+        "psnr_db": clips.psnr(made.frames, dense.frames),
+        "ssim": clips.ssim(made.frames, dense.frames),
+        "latents_relative_l2": clips.relative_l2(made.latents.cpu(), dense.latents.cpu()),
+        "audio_latents_relative_l2": clips.relative_l2(
+            made.audio_latents.cpu(), dense.audio_latents.cpu()
+        ),
+        "denoise_speedup": runs["dense"]["denoise_ms"] / runs[label]["denoise_ms"],
+        "attention_speedup": runs["dense"]["attention_ms"] / runs[label]["attention_ms"],
+    }
+
+
+def _write(folder: clips.OutputFolder, made: dict[str, GeneratedClip], label: str) -> list[str]:
+    """Write the clips and the contact sheet under their temporary names."""
+    names = []
+    for each, item in made.items():
+        name = f"{each}.mp4"
+        clips.write_clip(folder.path(name), item.frames, item.fps, item.audio, item.sampling_rate)
+        names.append(name)
+    rows = [(each, item.frames) for each, item in made.items()]
+    clips.write_contact_sheet(folder.path("contact-sheet.png"), rows)
+    return [*names, "contact-sheet.png"]
+
+
+def _plain(value: Any) -> Any:
+    """Turn a report into what JSON can hold: tensors into lists, infinities into words."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    if isinstance(value, torch.Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return str(value)
+
+
+def _mean(values: list[float | None]) -> float | None:
+    """Return the mean of the known values, None without any."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _bound(function: Callable[..., None], layer: int) -> Callable[..., None]:
+    """Give a hook its layer number."""
+
+    def hook(module: nn.Module, args: Any) -> None:
+        function(layer, module, args)
+
+    return hook
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Refuse a word that is not allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(allowed)}; got {value!r}")

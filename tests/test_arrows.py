@@ -25,7 +25,7 @@ RANK = {
     "router": 7,
     "int8": 7,
     "solspark": 8,
-    "explain": 8,
+    "diagnose": 8,
     "integrations": 9,
     "testing": 10,
     "bench": 11,

@@ -1,7 +1,7 @@
 """The command line: parse, call, print.
 
-`solspark generate` makes a clip, `env` says what is installed and what would run, `explain` says the
-same of one call, `bench` measures.
+`solspark generate` makes a clip, `env` says what is installed and what would run, `explain` says
+the same of one call, `bench` measures.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 
 from .bench.command import bench_app
 from .errors import SolsparkError
-from .explain import Served, environment, estimate, explain
+from .diagnose import Served, environment, estimate, explain
 from .integrations.generation import DEFAULT_PROMPT, GenerateOptions, generate
 from .types import AttentionCall
 
@@ -120,9 +120,7 @@ def generate_command(
     dense_layers: Annotated[
         int | None, typer.Option(help="First layers that stay dense: 1.")
     ] = None,
-    min_tokens: Annotated[
-        int | None, typer.Option(help="Shorter sequences stay dense.")
-    ] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="Shorter sequences stay dense.")] = None,
     dense_backend: Annotated[
         str | None, typer.Option(help="Attention backend of diffusers for dense calls.")
     ] = None,
@@ -133,9 +131,7 @@ def generate_command(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="auto, float32, bfloat16 or float16.")
-    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Generate a clip, dense or sparse, and report density, times and distance from dense.
 
@@ -211,7 +207,7 @@ def env_command(
             print(json.dumps({**found, "call": _call_record(call), "operations": _plain(served)}))
             return
         table = Table("what", "found", title="installed", title_justify="left")
-        table.add_row("solspark", str(found["solspark"]))
+        table.add_row("solspark", found["solspark"] or "not installed, run from its source")
         table.add_row("python", f"{found['python']} on {found['platform']}")
         cpu = found["cpu"]
         table.add_row(

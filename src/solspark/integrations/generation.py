@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..explain import environment
+from ..diagnose import environment
 from ..ops._dispatch import collect_records
 from ..types import CallRecord
 from . import clip as clips
@@ -382,9 +382,7 @@ class AttentionWatch:
             density = record.density
             described["density"] = density
             # Context rows and the video rows of the mixed block read everything.
-            described["density_all_rows"] = (
-                None if density is None else density * rows + (1 - rows)
-            )
+            described["density_all_rows"] = None if density is None else density * rows + (1 - rows)
             described["implementation"] = {
                 item.operation: item.implementation for item in call.records
             }

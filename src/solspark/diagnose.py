@@ -47,7 +47,7 @@ class Estimate:
         dense_flops: of dense attention on the same tokens, 4 B H L_q L_k D.
         exact_flops: of the blocks read exactly.
         summary_flops: of the skipped blocks' summaries.
-        plan_flops: of pooling, scores and selection.
+        plan_flops: of the scores between query and key blocks.
         output_bytes: of the result (and the LSE, if asked for).
         summary_bytes: of the block means of K and V and the query means.
         plan_bytes: of scores, packed bits and lists.
@@ -79,8 +79,8 @@ def environment() -> dict[str, Any]:
 
     Returns:
         "solspark", "python", "platform", "cpu" (model, cores, torch's threads), "packages" (name ->
-        version or None), "cuda" and "hip" (versions torch was built with, or None), "devices" (name,
-        capability, memory in GiB of each GPU).
+        version or None), "cuda" and "hip" (versions torch was built with, or None), "devices"
+        (name, capability, memory in GiB of each GPU).
     """
     devices = []
     if torch.cuda.is_available():

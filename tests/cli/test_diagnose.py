@@ -1,0 +1,117 @@
+"""What would serve a call, and what it is expected to cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import NormalDist
+
+import pytest
+import torch
+
+from solspark import diagnose
+from solspark.ops import _dispatch
+from solspark.types import AttentionCall
+
+CALL = AttentionCall(
+    batch=1,
+    query_tokens=73584,
+    key_tokens=73584,
+    heads=56,
+    head_dim=128,
+    dtype=torch.bfloat16,
+    device_type="cpu",
+)
+
+
+def test_every_operation_is_explained_and_eager_serves_the_cpu():
+    served = diagnose.explain(CALL)
+    names = [item.operation for item in served]
+    assert names == sorted(names)
+    assert {"pool", "select_blocks", "block_sparse_attention", "merge", "reblock"} <= set(names)
+    for item in served:
+        assert item.implementation == "eager", item
+        for name, reasons in item.declined:
+            assert name != "eager"
+            assert reasons and all(isinstance(reason, str) and reason for reason in reasons)
+
+
+def test_the_best_that_can_serve_is_named_with_the_reasons_of_the_others(monkeypatch):
+    entries = {
+        name: _dispatch.Implementation(name, lambda call, why=why: why, lambda: None)
+        for name, why in {"hopper": ["needs 9.0"], "triton": [], "eager": []}.items()
+    }
+    monkeypatch.setitem(_dispatch._registry, "pool", entries)
+    pool = next(item for item in diagnose.explain(CALL) if item.operation == "pool")
+    assert pool == diagnose.Served("pool", "triton", (("hopper", ("needs 9.0",)),), ("eager",))
+
+    entries["triton"] = _dispatch.Implementation("triton", lambda call: ["no GPU"], lambda: None)
+    entries["eager"] = _dispatch.Implementation("eager", lambda call: ["too slow"], lambda: None)
+    pool = next(item for item in diagnose.explain(CALL) if item.operation == "pool")
+    assert pool.implementation is None
+    assert [name for name, _ in pool.declined] == ["hopper", "triton", "eager"]
+
+
+def test_a_budget_gives_the_density_of_a_counted_plan():
+    # 1 150 key blocks: 1 134 candidates and 16 sinks. A row reads 113 candidates, the sinks, and
+    # the band's blocks unless the budget took them already.
+    cost = diagnose.estimate(CALL, topk_ratio=0.1, sink_tokens=1008, local_radius=-1)
+    assert cost.density == pytest.approx((113 + 16) / 1150)
+    with_band = diagnose.estimate(CALL, topk_ratio=0.1, sink_tokens=1008, local_radius=1)
+    assert with_band.density == pytest.approx((113 + 16 + 3 * (1 - 113 / 1134)) / 1150)
+    assert "113 of 1134 candidate blocks a row, 16 sink blocks" in with_band.density_source
+
+
+def test_everything_exact_costs_what_dense_costs():
+    cost = diagnose.estimate(CALL, topk_ratio=1.0)
+    assert cost.density == pytest.approx(1)
+    assert cost.exact_flops == pytest.approx(4 * 56 * 73584**2 * 128)
+    assert cost.summary_flops == pytest.approx(0)
+
+
+def test_a_threshold_gives_the_share_above_it():
+    cost = diagnose.estimate(CALL, tau=1.0, local_radius=-1)
+    assert cost.density == pytest.approx(1 - NormalDist().cdf(1.0))
+
+
+def test_tails_and_outputs_are_counted():
+    query = diagnose.estimate(CALL, topk_ratio=0.1)
+    block = diagnose.estimate(replace(CALL, tail="block"), topk_ratio=0.1)
+    none = diagnose.estimate(replace(CALL, tail="none"), topk_ratio=0.1)
+    assert query.summary_flops == pytest.approx(64 * block.summary_flops, rel=0.01)
+    assert none.summary_flops == 0
+    # A summary a skipped block: a 64th of what its tokens would cost.
+    skipped = query.dense_flops * (1 - query.density)
+    assert query.summary_flops == pytest.approx(skipped / 64, rel=0.01)
+    assert query.output_bytes == 73584 * 56 * 128 * 2
+    lse = diagnose.estimate(replace(CALL, return_lse=True), topk_ratio=0.1)
+    assert lse.output_bytes - query.output_bytes == 73584 * 56 * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"topk_ratio": 0.0}, r"topk_ratio: expected None or a number in \(0, 1\], got 0.0"),
+        ({"tau": float("nan")}, "tau: expected a finite number, got nan"),
+        ({"sink_tokens": 73585}, r"sink_tokens: expected 0..73584, got 73585"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        diagnose.estimate(CALL, **options)
+
+
+def test_the_environment_is_plain_data_about_this_process():
+    found = diagnose.environment()
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["cpu"]["torch_threads"] == torch.get_num_threads()
+    assert found["devices"] == [] or torch.cuda.is_available()
+    assert set(found) == {
+        "solspark",
+        "python",
+        "platform",
+        "cpu",
+        "packages",
+        "cuda",
+        "hip",
+        "devices",
+    }

@@ -163,10 +163,8 @@ def generate_command(
             dense_backend=dense_backend,
             extra=dict(_named_value(text) for text in option or ()),
         )
-        # A polite kill must clean up like Ctrl-C does.
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         columns = (TextColumn("{task.description:>6}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, Elapsed(), Remaining(), console=err) as bar:
+        with _terminable(), Progress(*columns, Elapsed(), Remaining(), console=err) as bar:
             tasks: dict[str, Any] = {}
 
             def progress(label: str, done: int, total: int) -> None:
@@ -318,6 +316,16 @@ def _reported(command: str, context: typer.Context) -> Iterator[None]:
             raise
         print(f"solspark {command}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let a polite kill unwind the stack, so that it cleans up as Ctrl-C does."""
+    saved = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, saved)
 
 
 def _named_value(text: str) -> tuple[str, Any]:

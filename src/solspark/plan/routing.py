@@ -1,7 +1,7 @@
 """Routes of packed attention: which video blocks each query block reads exactly.
 
-All of them obey one budget rule: exactly t = max(1, round(ratio * candidates)) candidate blocks a
-row, ties to the lower index; sinks and the local band come on top. Source: spec/spark.md section 4.
+All of them obey one budget rule: exactly t candidate blocks a row, `plan.select.budget` of the
+ratio, ties to the lower index; sinks and the local band come on top. Source: spec/spark.md section 4.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from solspark.types import BLOCK, BlockPlan, block_count
 
 LOG2_E = 1.4426950408889634
 
+CHUNK_BYTES = 64 * 2**20
+"""FP32 copy of the rows whose means are being tilted."""
+
 
 @dataclass(frozen=True, eq=False)
 class PackedRoute:
@@ -36,11 +39,6 @@ class PackedRoute:
     plan: BlockPlan
     mode: str
     top_k: int | None
-
-
-def top_k_budget(ratio: float, candidates: int) -> int:
-    """Return t = max(1, round(ratio * candidates)), Python's round (half to even), capped."""
-    return min(candidates, max(1, round(ratio * candidates)))
 
 
 def plan_top_k(
@@ -206,7 +204,8 @@ def plan_head_budgets(
     shape = (*query_means.shape[:3], layout.key_blocks)
     mask = torch.zeros(shape, dtype=torch.bool, device=scores.device)
     for head, budget in enumerate(budgets):
-        order = scores[:, head, :, : layout.candidates].argsort(-1, descending=True, stable=True)
+        ranked = scores[:, head, :, : layout.candidates]
+        order = ranked.argsort(dim=-1, descending=True, stable=True)
         mask[:, head].scatter_(-1, order[..., :budget], True)
     return plan_explicit(mask, layout, local_radius=local_radius, mode="head_budgets")
 
@@ -287,12 +286,15 @@ def tilted_means(
     """
     batch, _, heads, dim = rows.shape
     means = torch.empty((batch, heads, blocks, dim), dtype=dtype, device=rows.device)
-    for head in range(heads):
-        part = rows[:, : blocks * BLOCK, head].to(anchor.dtype).view(batch, blocks, BLOCK, dim)
-        logits = scale * torch.einsum("bnid,bd->bni", part, anchor[:, head])
-        weights = torch.exp(logits - logits.amax(-1, keepdim=True))
-        total = (part * weights[..., None]).sum(2)
-        means[:, head] = (total / weights.sum(-1, keepdim=True)).to(dtype)
+    step = max(1, CHUNK_BYTES // (batch * BLOCK * heads * dim * anchor.element_size()))
+    for first in range(0, blocks, step):
+        stop = min(first + step, blocks)
+        part = rows[:, first * BLOCK : stop * BLOCK].to(anchor.dtype)
+        part = part.unflatten(1, (stop - first, BLOCK))
+        logits = scale * torch.einsum("bnihd,bhd->bnih", part, anchor)
+        weights = torch.exp(logits - logits.amax(2, keepdim=True))[..., None]
+        mean = (part * weights).sum(2) / weights.sum(2)
+        means[:, :, first:stop] = mean.transpose(1, 2).to(dtype)
     return means
 
 

@@ -176,21 +176,23 @@ def test_extreme_inputs_stay_finite():
     torch.testing.assert_close(lm, plain[2], atol=1e-6, rtol=0)
 
 
-def test_anchors_are_means_of_partial_sums():
-    query = torch.randn(2, 200, 3, 16, generator=torch.Generator().manual_seed(3))
-    ranges = [(0, 128), (128, 192), (192, 200)]
-    out = anchors(query, ranges)
+def test_anchors_are_sequential_sums_of_block_sums():
+    query = torch.randn(2, 5, 64, 3, 16, generator=torch.Generator().manual_seed(3))
+    means = query.mean(2).transpose(1, 2)
+    ranges = [(0, 192), (192, 256), (256, 320)]
+    out = anchors(means, ranges, dtype=torch.float32)
     for number, (start, stop) in enumerate(ranges):
-        expected = query[:, start:stop].double().mean(1)
+        expected = query.flatten(1, 2)[:, start:stop].double().mean(1)
         torch.testing.assert_close(out[:, number].double(), expected, atol=1e-6, rtol=0)
-    first = query[:, :64].sum(1) + query[:, 64:128].sum(1)
-    assert torch.equal(out[:, 0], first / 128)
+    sums = query.sum(2)
+    assert torch.equal(out[:, 0], ((sums[:, 0] + sums[:, 1]) + sums[:, 2]) / 192)
+    assert torch.equal(out[:, 1], means[:, :, 3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_anchor_dtype(dtype):
-    query = torch.randn(1, 128, 2, 16, generator=torch.Generator().manual_seed(4)).to(dtype)
-    stored = anchors(query, [(0, 128)])
-    wide = anchors(query, [(0, 128)], dtype=torch.float32)
+    means = torch.randn(1, 2, 3, 16, generator=torch.Generator().manual_seed(4))
+    stored = anchors(means, [(0, 192)], dtype=dtype)
+    wide = anchors(means, [(0, 192)], dtype=torch.float32)
     assert stored.dtype == dtype and wide.dtype == torch.float32
     assert torch.equal(wide.to(dtype), stored)

@@ -10,79 +10,75 @@ from torch import Tensor
 from solspark.ops._dispatch import describe, never_declines, pick, register
 from solspark.types import BLOCK
 
+Ranges = tuple[tuple[int, int], ...]
+
 
 def anchors(
-    query: Tensor,
+    query_means: Tensor,
     ranges: Sequence[tuple[int, int]],
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype,
     impl: str | None = None,
 ) -> Tensor:
-    """Average the query rows of every range: a_p = (sum over its blocks of the block's row sum) /
-    length.
+    """Average the query rows of every range, given the means of its blocks.
+
+    a_p = (sum over the range's blocks of 64 qbar_i) / (stop - start)
 
     Args:
-        query: [B, L, H, D] in the order in which its blocks are served, any strides.
-        ranges: P adjoining token ranges (start, stop) in ascending order, each starting on a
-            multiple of 64.
-        dtype: dtype of the result; the query's by default.
+        query_means: float32 (float64) [B, H, NQ, D], means of complete blocks in serving order.
+        ranges: P adjoining token ranges (start, stop) on multiples of 64, ascending.
+        dtype: dtype of the result.
         impl: "eager", "triton" or None for the best that can serve.
 
     Returns:
         [B, P, H, D].
 
     Raises:
-        ValueError: for ranges that are empty, unaligned, not ascending or outside the query.
+        ValueError: for ranges that are empty, unaligned, not adjoining or outside the query.
         UnsupportedError: when `impl` cannot serve the call.
 
-    Numerics: a block's 64 rows are summed in FP32 (FP64 for float64), the partial sums are added in
-    ascending block order, and the quotient is rounded once to `dtype`.
+    Numerics: 64 qbar_i is the FP32 sum of the block's rows exactly; the sums of a range are added
+    in a fixed order, divided once and rounded once to `dtype`.
 
     Source: spec/spark.md section 3.1.
     """
-    _check(query, ranges)
-    dtype = query.dtype if dtype is None else dtype
-    choice = pick("anchors", describe(query, query, parents=len(ranges)), impl)
-    out = choice.run(query, tuple(ranges), dtype)
+    _check(query_means, ranges)
+    call = describe(None, query_means.transpose(1, 2), parents=len(ranges))
+    choice = pick("anchors", call, impl)
+    out = choice.run(query_means, tuple(ranges), dtype)
     choice.record()
     return out
 
 
-def _check(query: Tensor, ranges: Sequence[tuple[int, int]]) -> None:
-    if query.ndim != 4 or not query.is_floating_point():
+def _check(query_means: Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+    if query_means.ndim != 4 or query_means.dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"query: expected a floating-point [B, L, H, D], got {query.dtype} {tuple(query.shape)}"
+            f"query_means: expected float32 or float64 [B, H, NQ, D], got {query_means.dtype} "
+            f"{tuple(query_means.shape)}"
         )
     if not ranges:
         raise ValueError("ranges: expected at least one (start, stop), got none")
-    previous = 0
+    limit, expected = query_means.shape[2] * BLOCK, ranges[0][0]
     for number, (start, stop) in enumerate(ranges):
-        if start % BLOCK or not previous <= start < stop <= query.shape[1]:
+        if start % BLOCK or stop % BLOCK or start != expected or not 0 <= start < stop <= limit:
             raise ValueError(
-                f"ranges[{number}]: expected a non-empty range within {previous}..{query.shape[1]} "
-                f"that starts on a multiple of {BLOCK}, got ({start}, {stop})"
+                f"ranges[{number}]: expected a non-empty range from {expected} within 0..{limit} "
+                f"on multiples of {BLOCK}, got ({start}, {stop})"
             )
-        previous = stop
+        expected = stop
 
 
-def _run_eager(query: Tensor, ranges: tuple[tuple[int, int], ...], dtype: torch.dtype) -> Tensor:
-    """Sum 64-row blocks of a few heads at a time, then the partial sums in order."""
-    work = torch.float64 if query.dtype == torch.float64 else torch.float32
-    batch, _, heads, dim = query.shape
-    out = torch.empty((batch, len(ranges), heads, dim), dtype=dtype, device=query.device)
+def _run_eager(query_means: Tensor, ranges: Ranges, dtype: torch.dtype) -> Tensor:
+    """Add the block sums of each range in order; a range of one block is the block's mean."""
+    if all(stop - start == BLOCK for start, stop in ranges):
+        first = ranges[0][0] // BLOCK
+        return query_means[:, :, first : first + len(ranges)].transpose(1, 2).to(dtype)
+    batch, heads, _, dim = query_means.shape
+    out = torch.empty((batch, len(ranges), heads, dim), dtype=dtype, device=query_means.device)
     for number, (start, stop) in enumerate(ranges):
-        full = (stop - start) // BLOCK
-        total = torch.zeros((batch, heads, dim), dtype=work, device=query.device)
-        # 64 blocks at a time keep the FP32 copies small.
-        for first in range(0, full, 64):
-            count = min(64, full - first)
-            begin = start + first * BLOCK
-            rows = query[:, begin : begin + count * BLOCK].unflatten(1, (count, BLOCK))
-            partial = rows.sum(2, dtype=work)
-            for block in range(count):
-                total += partial[:, block]
-        if full * BLOCK < stop - start:
-            total += query[:, start + full * BLOCK : stop].sum(1, dtype=work)
+        total = torch.zeros_like(query_means[:, :, 0])
+        for block in range(start // BLOCK, stop // BLOCK):
+            total.add_(query_means[:, :, block], alpha=BLOCK)
         out[:, number] = (total / (stop - start)).to(dtype)
     return out
 

@@ -11,29 +11,29 @@ from solspark.types import BLOCK
 
 
 def anchors(
-    query: Tensor, ranges: Sequence[tuple[int, int]], *, dtype: torch.dtype | None = None
+    query_means: Tensor, ranges: Sequence[tuple[int, int]], *, dtype: torch.dtype
 ) -> Tensor:
-    """Average the query rows of every range: a_p = (sum over its blocks of the block's row sum) /
-    length.
+    """Average the query rows of every range, given the means of its blocks.
+
+    a_p = (sum over the range's blocks of 64 qbar_i) / (stop - start)
 
     Args:
-        query: [B, L, H, D] in the order in which its blocks are served.
-        ranges: P token ranges (start, stop), each starting on a multiple of 64.
-        dtype: dtype of the result; the query's by default.
+        query_means: float32 (float64) [B, H, NQ, D], means of complete blocks in serving order.
+        ranges: P token ranges (start, stop) on multiples of 64.
+        dtype: dtype of the result.
 
     Returns:
         [B, P, H, D].
 
-    Numerics: a block's 64 rows are summed in FP32 (FP64 for float64), the partial sums are added in
-    ascending block order, and the quotient is rounded once to `dtype`.
+    Numerics: 64 qbar_i is the FP32 sum of the block's rows exactly, so this is the sequential sum
+    of 64-row partial sums, divided once and rounded once to `dtype`.
 
     Source: spec/spark.md section 3.1.
     """
-    work = torch.float64 if query.dtype == torch.float64 else torch.float32
     means = []
     for start, stop in ranges:
-        total = torch.zeros_like(query[:, 0], dtype=work)
-        for first in range(start, stop, BLOCK):
-            total = total + query[:, first : min(first + BLOCK, stop)].to(work).sum(1)
-        means.append((total / (stop - start)).to(dtype or query.dtype))
+        total = torch.zeros_like(query_means[:, :, 0])
+        for block in range(start // BLOCK, stop // BLOCK):
+            total = total + BLOCK * query_means[:, :, block]
+        means.append((total / (stop - start)).to(dtype))
     return torch.stack(means, 1)

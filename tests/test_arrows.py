@@ -24,13 +24,13 @@ RANK = {
     "methods": 6,
     "router": 7,
     "int8": 7,
-    "solspark": 8,
     "diagnose": 8,
-    "integrations": 9,
-    "testing": 10,
-    "bench": 11,
-    "cli": 12,
-    "__main__": 13,
+    "solspark": 9,
+    "integrations": 10,
+    "testing": 11,
+    "bench": 12,
+    "cli": 13,
+    "__main__": 14,
 }
 ONLY_THE_CLI_IMPORTS = {"testing", "bench"}
 COMPATIBLE_PACKAGES = ("sol_attn", "h3_sparse_attention")

@@ -32,8 +32,8 @@ except ImportError:
 import torch
 
 from .bench.command import bench_app
-from .errors import SolsparkError
 from .diagnose import Served, environment, estimate, explain
+from .errors import SolsparkError
 from .integrations.generation import DEFAULT_PROMPT, GenerateOptions, generate
 from .types import AttentionCall
 
@@ -195,6 +195,7 @@ def env_command(
             query_tokens=73584,
             key_tokens=73584,
             heads=56,
+            key_heads=56,
             head_dim=128,
             dtype=torch.bfloat16,
             device_type="cuda" if gpu else "cpu",
@@ -354,6 +355,11 @@ def _described_call(
     for name, value in shape.items():
         if type(value) is int and value < 1:
             raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
+    if shape["heads"] % (shape["key_heads"] or shape["heads"]):
+        raise ValueError(
+            f"key_heads: expected a divisor of {shape['heads']} heads, got {shape['key_heads']}"
+        )
+    shape["key_heads"] = shape["key_heads"] or shape["heads"]
     here = torch.cuda.is_available()
     if device == "auto":
         device = "cuda" if here or capability else "cpu"

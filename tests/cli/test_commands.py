@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from solspark.integrations.generation import GenerateOptions
 runner = CliRunner()
 
 
-def invoke(*words: str):
-    return runner.invoke(cli.app, list(words), env={"COLUMNS": "200", "TERM": "dumb"})
+def invoke(line: str):
+    words = shlex.split(line)
+    return runner.invoke(cli.app, words, env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 def test_help_names_every_command():
@@ -29,7 +31,7 @@ def test_help_names_every_command():
 
 
 def test_env_as_json_says_what_serves_here():
-    result = invoke("env", "--json")
+    result = invoke("env --json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["packages"]["torch"] == torch.__version__
@@ -50,8 +52,8 @@ def test_env_prints_packages_and_operations():
 
 def test_explain_as_json():
     result = invoke(
-        *("explain", "--tokens", "8192", "--heads", "4", "--topk-ratio", "0.25", "--json"),
-        *("--local-radius", "-1", "--dtype", "fp16", "--device", "cpu"),
+        "explain --tokens 8192 --heads 4 --topk-ratio 0.25 --local-radius -1 "
+        "--dtype fp16 --device cpu --json"
     )
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
@@ -64,7 +66,7 @@ def test_explain_as_json():
 
 
 def test_explain_asks_about_a_device_that_is_not_here():
-    result = invoke(*"explain --tokens 4096 --device cuda --capability 9.0 --json".split())
+    result = invoke("explain --tokens 4096 --device cuda --capability 9.0 --json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["call"]["device_type"] == "cuda"
@@ -72,7 +74,7 @@ def test_explain_asks_about_a_device_that_is_not_here():
 
 
 def test_explain_prints_density_work_and_memory():
-    result = invoke(*"explain --tokens 73584 --topk-ratio 0.1 --sink-tokens 1008".split())
+    result = invoke("explain --tokens 73584 --topk-ratio 0.1 --sink-tokens 1008")
     assert result.exit_code == 0, result.output
     assert "113 of 1134 candidate blocks a row" in result.stdout
     assert "155 TFLOP" in result.stdout
@@ -166,7 +168,7 @@ def test_explain_prints_density_work_and_memory():
 )
 def test_a_bad_option_names_what_was_expected_and_what_came(words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = invoke(*words.split())
+    result = invoke(words)
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith(message), result.stderr
     assert len(result.stderr.splitlines()) == 1
@@ -174,13 +176,13 @@ def test_a_bad_option_names_what_was_expected_and_what_came(words, message, tmp_
 
 
 def test_a_bad_option_keeps_its_traceback_when_asked():
-    result = invoke("--traceback", "generate", "--steps", "0")
+    result = invoke("--traceback generate --steps 0")
     assert isinstance(result.exception, ValueError)
 
 
 def test_an_output_folder_that_is_a_file_is_refused_before_anything_loads(tmp_path):
     (tmp_path / "out").write_text("mine")
-    result = invoke("generate", "--out", str(tmp_path / "out"))
+    result = invoke(f"generate --out '{tmp_path / 'out'}'")
     assert result.exit_code == 2
     assert "out: expected a folder, got the file" in result.stderr
     assert (tmp_path / "out").read_text() == "mine"
@@ -197,9 +199,9 @@ def test_the_progress_of_a_run_reaches_the_options_it_was_given(monkeypatch, tmp
 
     monkeypatch.setattr(cli, "generate", generate)
     result = invoke(
-        *("generate", "--seconds", "6.5", "--tau", "1.5", "--tail", "block"),
-        *("--option", "sol_kv_splits=2", "--option", "sol_video_tail_mode=pad"),
-        *("--option", "landmark_tree_v2_children=(16, 8)", "--out", str(tmp_path)),
+        "generate --seconds 6.5 --tau 1.5 --tail block --option sol_kv_splits=2 "
+        "--option sol_video_tail_mode=pad --option 'landmark_tree_v2_children=(16, 8)' "
+        f"--out '{tmp_path}'"
     )
     assert result.exit_code == 130
     assert "solspark generate: interrupted, nothing was written" in result.stderr

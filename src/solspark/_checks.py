@@ -17,7 +17,7 @@ FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which sums over inputs of `dtype` are taken: float64 for itself, else float32."""
+    """Return the type of sums over inputs of `dtype`: float64 for itself, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -124,7 +124,7 @@ def check_head_dim(name: str, value: Tensor, allowed: Sequence[int] | None = Non
 def normalise_key_bias(
     key_bias: Tensor | None, batch: int, heads: int, tokens: int, like: Tensor
 ) -> Tensor | None:
-    """Return the bias in natural-log units as [B, 1 or H, Lk], float32 (float64 beside float64 inputs).
+    """Return the bias in natural log as [B, 1 or H, Lk], float32 (float64 for float64 inputs).
 
     Accepts [Lk], [B, Lk], [B, 1 or H, Lk] and [B, 1 or H, 1, Lk], a batch of 1 broadcasting; a bool
     tensor keeps where it is true. A mask that differs between queries has no such form and is
@@ -153,8 +153,9 @@ def normalise_key_bias(
     )
     if not fits:
         raise ValueError(
-            f"key_bias: expected [{tokens}], [{batch}, {tokens}], [{batch}, 1 or {heads}, {tokens}] or "
-            f"[{batch}, 1 or {heads}, 1, {tokens}] (one value a key, the same for every query), got {shape}"
+            f"key_bias: expected one value a key, the same for every query: [{tokens}], "
+            f"[{batch}, {tokens}], [{batch}, 1 or {heads}, {tokens}] or "
+            f"[{batch}, 1 or {heads}, 1, {tokens}], got {shape}"
         )
     dtype = accumulation_dtype(like.dtype)
     if bias.dtype == torch.bool:

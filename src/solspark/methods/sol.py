@@ -187,7 +187,7 @@ def sol_attn(
 
 
 def get_sol_attn_backend(device: torch.device | str | int | None = None) -> str:
-    """Return the name of the implementation that would serve a bfloat16 call with D = 128 on a device.
+    """Return the implementation that would serve a bfloat16 call with D = 128 on a device.
 
     Args:
         device: anything that `torch.device` takes; None means the current accelerator, or the CPU
@@ -275,7 +275,7 @@ def _attend(
 
 
 def mean_summaries(pooled: Pooled) -> BlockSummaries:
-    """Return the block means as summaries for every query block, with the log of the blocks' masses."""
+    """Return the block means as every query block's summaries, with the log of their masses."""
     if pooled.value_means is None:
         raise ValueError("pooled.value_means: expected a tensor [B, H, NK, D], got None")
     log_mass = pooled.log_mass.float().expand(pooled.key_means.shape[:3])
@@ -285,7 +285,7 @@ def mean_summaries(pooled: Pooled) -> BlockSummaries:
 def _record(
     call: AttentionCall, records: list[CallRecord], exact_blocks: Tensor, total_blocks: int
 ) -> None:
-    """Record the whole call under the attention's implementation, with what each operation declined."""
+    """Record the whole call as its attention's, with what each operation declined."""
     if not records:
         return
     served = {record.operation: record for record in records}

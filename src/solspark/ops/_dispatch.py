@@ -31,7 +31,7 @@ OPERATIONS = {
     "block_sparse_attention": "block_sparse_attention",
     "merge": "merge",
 }
-"""Operations of this area -> the module in `solspark.ops` that registers them; others are found by their own name."""
+"""Operation -> the module in `solspark.ops` that registers it; others have their own name."""
 
 Reasons = Callable[[AttentionCall], Sequence[str]]
 

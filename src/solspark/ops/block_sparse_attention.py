@@ -1,4 +1,4 @@
-"""Attention under a given plan: exact blocks and the summaries of the others in one softmax, on any device."""
+"""Attention under a given plan: exact blocks and summaries in one softmax, on any device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from solspark.types import BLOCK, BlockPlan, BlockSummaries, block_count
 __all__ = ["TAILS", "block_sparse_attention"]
 
 TAILS = ("query", "block", "block8x8", "none")
-"""How the skipped blocks enter: per query row, per query block, per 8 rows and 8 keys, or not at all."""
+"""How skipped blocks enter: per query row, per query block, per 8 rows and keys, or not."""
 
 HEAD_BYTES = 64 * 2**20
 """Accumulation-type copy of K and V of the heads in flight (one head at least)."""
@@ -26,7 +26,7 @@ LIST_BLOCKS = 64
 """Exact key blocks of one query block that are attended in one step of the online softmax."""
 
 STEP_BLOCKS = 128
-"""Gathered key blocks in flight: 4 MiB of float32 keys at D = 128, near the size of a CPU's cache."""
+"""Gathered key blocks in flight: 4 MiB of float32 keys at D = 128, near a CPU cache's size."""
 
 TAIL_LOGITS = 2**22
 """Logits against summaries in flight."""
@@ -197,7 +197,7 @@ def _check_summaries(
 
 @dataclass(frozen=True)
 class _Heads:
-    """A sample's heads in flight, in accumulation type and padded to whole blocks; everything per query head.
+    """A sample's heads in flight, in accumulation type and padded to whole blocks.
 
     query [G, NQ, 64, D], key and value [Gk * NK, 64 * D], bias [G, NK, 64] (0, the key bias, or
     -inf for padding), key_row [G], where a head's blocks begin in `key` and `value`.
@@ -222,7 +222,7 @@ def _eager(
     kv_splits: int,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attend a few heads at a time: gather the listed blocks of a few query blocks, one batched product for them."""
+    """Attend a few heads at a time; gather the lists of a few query blocks, multiply at once."""
     dtype = _checks.accumulation_dtype(query.dtype)
     batch, query_tokens, heads, head_dim = query.shape
     key_heads = key.shape[2]
@@ -381,7 +381,7 @@ def _attend_rows(
     head: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend R query blocks [R, 64, D] to their lists by an online softmax over steps of the lists."""
+    """Attend R query blocks [R, 64, D] to their lists, an online softmax step by step."""
     count, _, head_dim = queries.shape
     top = queries.new_full((count, BLOCK, 1), -math.inf)
     total = torch.zeros_like(top)

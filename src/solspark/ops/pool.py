@@ -96,7 +96,7 @@ def _eager(
 ) -> Pooled:
     """Pool chunk by chunk of tokens."""
     dtype = _checks.accumulation_dtype(key.dtype)
-    batch, tokens, heads, _ = key.shape
+    batch, tokens = key.shape[:2]
     blocks = block_count(tokens, block)
     if key_bias is None:
         weights = None
@@ -128,9 +128,9 @@ def _eager(
 
 
 def _block_means(rows: Tensor, weights: Tensor | None, block: int) -> Tensor:
-    """Return the (weighted) mean of each block of rows [B, L, H, D] as [B, H, N, D], in accumulation type.
+    """Return the (weighted) mean of each block of rows [B, L, H, D] as [B, H, N, D].
 
-    Weights are [B, 1 or H, L], summing to 1 over a block, or all zero.
+    Weights are [B, 1 or H, L], summing to 1 over a block, or all zero. Accumulation type.
     """
     dtype = _checks.accumulation_dtype(rows.dtype)
     batch, tokens, heads, head_dim = rows.shape

@@ -20,7 +20,7 @@ SCORE_BYTES = 256 * 2**20
 
 
 def budget(ratio: float, candidates: int) -> int:
-    """Return how many of `candidates` key blocks a query block may read: max(1, round(ratio * candidates)).
+    """Return max(1, round(ratio * candidates)), the key blocks that a query block may read.
 
     Python's round, half to even. No more than there are; none of none.
     """

@@ -118,7 +118,7 @@ def _tail(
     scale: float,
     row_span: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Return logits [B, H, n, P * N] of rows [B, H, n, D] against all summaries, and the values [B, H, P * N, D].
+    """Return logits [B, H, n, P * N] of rows [B, H, n, D], and the values [B, H, P * N, D].
 
     A logit is -inf unless the summary is of the row's own parent and of a skipped block. A row
     stands for `row_span` query tokens, a summary for `key_span` key tokens.
@@ -143,7 +143,7 @@ def _tail(
 
 
 def _softmax(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the softmax-weighted values and the log of the denominator; a row of -inf gives zero and -inf."""
+    """Return the weighted values and the log of the denominator; an empty row is zero, -inf."""
     lse = logits.logsumexp(-1)
     weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
     return weights @ values, lse

@@ -111,6 +111,6 @@ def pool(
 
 
 def _weighted_sum(weight: Tensor, rows: Tensor) -> Tensor:
-    """Sum rows [B, n, H, D] with weights [B, 1 or H, n] into [B, H, D]; a weight of 0 hides its row."""
+    """Sum weighted rows [B, n, H, D] into [B, H, D]; a weight of 0 hides its row."""
     weight = weight.transpose(1, 2)[..., None]
     return (torch.where(weight > 0, rows, 0.0) * weight).sum(1)

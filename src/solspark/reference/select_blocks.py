@@ -51,7 +51,7 @@ def select_blocks(
 
     Source: Sol-Attn sections 1.3 and 1.11 a.
     """
-    batch, heads, rows, columns = scores.shape
+    rows, columns = scores.shape[2:]
     query_index = torch.arange(rows, device=scores.device)[:, None]
     key_index = torch.arange(columns, device=scores.device)
 

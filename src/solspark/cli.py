@@ -10,7 +10,7 @@ import ast
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -18,7 +18,7 @@ from typing import Annotated, Any
 try:
     import typer
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
     from rich.progress import TimeElapsedColumn as Elapsed
     from rich.progress import TimeRemainingColumn as Remaining
     from rich.table import Table
@@ -163,15 +163,7 @@ def generate_command(
             dense_backend=dense_backend,
             extra=dict(_named_value(text) for text in option or ()),
         )
-        columns = (TextColumn("{task.description:>6}"), BarColumn(), MofNCompleteColumn())
-        with _terminable(), Progress(*columns, Elapsed(), Remaining(), console=err) as bar:
-            tasks: dict[str, Any] = {}
-
-            def progress(label: str, done: int, total: int) -> None:
-                if label not in tasks:
-                    tasks[label] = bar.add_task(label, total=total)
-                bar.update(tasks[label], completed=done)
-
+        with _terminable(), _step_display() as progress:
             report, files = generate(options, progress)
         _print_runs(report)
         for path in files:
@@ -317,6 +309,26 @@ def _reported(command: str, context: typer.Context) -> Iterator[None]:
             raise
         print(f"solspark {command}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
+
+
+@contextmanager
+def _step_display() -> Iterator[Callable[[str, int, int], None]]:
+    """Show each finished step: a bar a run on a terminal, a line a step in a log."""
+    if not err.is_terminal:
+        yield lambda label, done, total: print(
+            f"{label}: step {done} of {total}", file=sys.stderr, flush=True
+        )
+        return
+    columns = (TextColumn("{task.description:>6}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, Elapsed(), Remaining(), console=err) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(label: str, done: int, total: int) -> None:
+            if label not in tasks:
+                tasks[label] = bar.add_task(label, total=total)
+            bar.update(tasks[label], completed=done)
+
+        yield show
 
 
 @contextmanager

@@ -1,0 +1,155 @@
+"""`solspark generate` on the tiny pipeline: the real thing, in this process and in its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers", reason="the diffusers extra is not installed")
+pytest.importorskip("typer", reason="the cli extra is not installed")
+
+from PIL import Image
+
+from solspark.integrations import generation
+from solspark.integrations.generation import GenerateOptions
+
+COMMAND = [sys.executable, "-m", "solspark", "generate", "--model", "tiny"]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """One run of the command, dense and Spark, in a process of its own."""
+    out = tmp_path_factory.mktemp("generate") / "clips"
+    words = ["--method", "spark", "--compare", "dense", "--steps", "3", "--out", str(out)]
+    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return out, done
+
+
+def test_a_run_ends_with_clips_a_contact_sheet_and_a_report(compared):
+    out, done = compared
+    names = ["contact-sheet.png", "dense.mp4", "report.json", "spark.mp4"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    for name in names:
+        assert f"wrote {out / name}" in done.stdout
+    for step in (1, 2, 3):
+        assert f"spark: step {step} of 3" in done.stderr
+    assert (out / "spark.mp4").stat().st_size > 10_000
+    sheet = Image.open(out / "contact-sheet.png")
+    # Six frames of 160 pixels a row; dense, spark and their difference.
+    assert sheet.size == (6 * 164 + 4, 3 * (96 + 22) + 4)
+
+
+def test_the_table_shows_both_runs_and_their_distance(compared):
+    _, done = compared
+    assert "spark" in done.stdout and "dense" in done.stdout
+    assert "against dense: PSNR" in done.stdout
+    assert "the model's own attention" in done.stdout
+
+
+def test_the_report_says_what_happened_in_each_layer_of_each_step(compared):
+    out, _ = compared
+    report = json.loads((out / "report.json").read_text())
+    assert report["model"]["layers"] == 4
+    assert report["model"]["head_dim"] == 128
+    assert report["call"]["steps"] == 3
+    assert report["environment"]["packages"]["torch"] == torch.__version__
+    dense, spark = report["runs"]["dense"], report["runs"]["spark"]
+    assert dense["sparse_calls"] == 0 and dense["attention_calls"] == 12
+    # Warm-up 0.2 of three evaluations is one; of the other two, layer 0 stays dense.
+    assert spark["sparse_calls"] == 6 and spark["attention_calls"] == 12
+    for step in spark["steps"]:
+        for layer in step["layers"]:
+            sparse = step["step"] > 0 and layer["layer"] > 0
+            assert layer["path"] == ("sparse" if sparse else "dense")
+            assert layer["ms"] > 0
+            if sparse:
+                assert layer["implementation"]["block_sparse_attention"] == "eager"
+                assert 0 < layer["density"] < layer["density_all_rows"] < 1
+        assert step["ms"] >= sum(layer["ms"] for layer in step["layers"])
+    assert spark["summary"]["processor_calls"]["sparse:sol"] == 6
+
+
+def test_the_report_compares_with_dense(compared):
+    out, _ = compared
+    found = json.loads((out / "report.json").read_text())["comparison"]
+    assert 0 < found["latents_relative_l2"] < 1
+    assert found["psnr_db"] > 10
+    assert 0 < found["ssim"] < 1
+    assert found["denoise_speedup"] > 0
+
+
+@pytest.mark.parametrize(
+    "extra", [{"topk_ratio": 1.0}, {"tau": -1e9}], ids=["every block", "no threshold"]
+)
+@pytest.mark.parametrize("method", ["sol", "spark"])
+def test_everything_exact_is_dense_to_rounding(method, extra, tmp_path):
+    options = GenerateOptions(
+        method=method, compare="dense", steps=2, warmup_steps=0, out=str(tmp_path), **extra
+    )
+    report, _ = generation.generate(options)
+    assert report["runs"][method]["density"] == 1
+    # Two evaluations of four layers, each a few float32 roundings away from the dense one.
+    eps = torch.finfo(torch.float32).eps
+    assert report["comparison"]["latents_relative_l2"] <= 64 * eps
+
+
+def test_an_interrupt_in_a_step_leaves_the_folder_as_it_was(tmp_path):
+    (tmp_path / "report.json").write_text("earlier")
+    seen = []
+
+    def interrupt(label: str, done: int, total: int) -> None:
+        seen.append((label, done, total))
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generation.generate(GenerateOptions(steps=3, out=str(tmp_path)), interrupt)
+    assert seen == [("spark", 1, 3), ("spark", 2, 3)]
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+    assert (tmp_path / "report.json").read_text() == "earlier"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "kill"]
+)
+def test_a_signal_ends_the_command_without_a_half_file(number, code, tmp_path):
+    out = tmp_path / "clips"
+    words = ["--steps", "5000", "--out", str(out)]
+    process = subprocess.Popen(
+        [*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        stop = threading.Timer(240, process.kill)
+        stop.start()
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "step 1 of 5000" in line:
+                break
+        process.send_signal(number)
+        _, error = process.communicate(timeout=120)
+    finally:
+        stop.cancel()
+        process.kill()
+    assert process.returncode == code, error
+    assert "Traceback" not in error
+    if number == signal.SIGINT:
+        assert "solspark generate: interrupted, nothing was written" in error
+    assert list(out.iterdir()) == []
+
+
+def test_a_model_that_is_no_pipeline_is_refused_in_one_line(tmp_path):
+    words = ["--out", str(tmp_path / "out"), "--model", str(tmp_path)]
+    done = subprocess.run([*COMMAND[:-2], *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("solspark generate: "), done.stderr
+    assert "Traceback" not in done.stderr

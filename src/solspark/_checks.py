@@ -106,6 +106,11 @@ def check_ranges(name: str, value: Any, high: int) -> tuple[tuple[int, int], ...
     return tuple(ranges)
 
 
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    """Return the factor of the logits: the finite number given, or head_dim ** -0.5."""
+    return float(head_dim**-0.5) if scale is None else check_float("scale", scale)
+
+
 def last_dim_contiguous(value: Tensor) -> Tensor:
     """Return the tensor itself when its last stride is 1, else a contiguous copy."""
     return value if value.stride(-1) == 1 else value.contiguous()

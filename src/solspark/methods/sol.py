@@ -123,7 +123,7 @@ def sol_attn(
     sink_ranges = _sink_ranges(tokens, sink_start, sink_tokens, sinks)
     dense_ranges = _checks.check_ranges("dense_queries", dense_queries or (), tokens)
     _checks.check_int("kv_splits", kv_splits, 1)
-    scale = head_dim**-0.5 if scale is None else _checks.check_float("scale", scale)
+    scale = _checks.resolve_scale(scale, head_dim)
     tau = _checks.check_float("tau", tau, finite=False)
     if topk_ratio is not None:
         topk_ratio = _checks.check_float("topk_ratio", topk_ratio)

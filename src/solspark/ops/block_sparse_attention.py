@@ -114,7 +114,7 @@ def block_sparse_attention(
         tail = "none"
     else:
         summaries = _check_summaries(summaries, query, key_tokens, key_heads, tail)
-    scale = head_dim**-0.5 if scale is None else _checks.check_float("scale", scale)
+    scale = _checks.resolve_scale(scale, head_dim)
     bias = _checks.normalise_key_bias(key_bias, batch, heads, key_tokens, key)
     _checks.check_int("kv_splits", kv_splits, 1)
     _checks.check_bool("return_lse", return_lse)

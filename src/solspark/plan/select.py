@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from solspark._checks import resolve_scale
 from solspark.ops import _dispatch
 from solspark.ops.pool import Pooled, pool
 from solspark.ops.score_blocks import score_blocks, thresholds
@@ -88,7 +89,7 @@ def plan_sol(
         raise ValueError("pooled.query_means: expected a tensor [B, H, NQ, D], got None")
     batch, query_tokens, heads, head_dim = query.shape
     key_tokens = key.shape[1]
-    scale = head_dim**-0.5 if scale is None else scale
+    scale = resolve_scale(scale, head_dim)
     live = pooled.live
     pairs = block_count(query_tokens) * block_count(key_tokens)
     step = max(1, SCORE_BYTES // (batch * pairs * pooled.query_means.element_size()))

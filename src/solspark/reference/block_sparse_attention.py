@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from solspark._checks import accumulation_dtype, normalise_key_bias
+from solspark._checks import accumulation_dtype, normalise_key_bias, resolve_scale
 from solspark.reference.merge import merge
 from solspark.reference.select_blocks import mask_from_plan
 from solspark.types import BLOCK, BlockPlan, BlockSummaries, block_count
@@ -65,7 +65,7 @@ def block_sparse_attention(
     dtype = accumulation_dtype(query.dtype)
     batch, query_tokens, heads, head_dim = query.shape
     key_tokens = key.shape[1]
-    scale = head_dim**-0.5 if scale is None else scale
+    scale = resolve_scale(scale, head_dim)
     bias = normalise_key_bias(key_bias, batch, heads, key_tokens, key)
     if bias is None:
         bias = torch.zeros(batch, 1, key_tokens, dtype=dtype, device=key.device)

@@ -1,0 +1,583 @@
+"""The router: install a plan in place of scaled_dot_product_attention, and undo it.
+
+This is the one part of solspark that replaces a function of a module: routing every call of a
+program is its purpose. One router at a time may be installed; it puts back the very object that it
+found.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from solspark.errors import UnsupportedError
+from solspark.router import telemetry as telemetry_module
+from solspark.router.backend import (
+    BLOCK_MASK,
+    MASKED_BLOCK,
+    Platform,
+    Registry,
+    RouteCall,
+    detect_platform,
+)
+from solspark.router.chain import ORIGINAL_NAME, RoutePlan, build_plan
+from solspark.router.config import SPARSE_SETTINGS, RouterConfig, default_labels
+from solspark.router.context import RouteContext
+from solspark.router.selector import Selection
+from solspark.router.stage import NO_BACKEND, POLICY_SKIPS, SparseStage, build_stage
+
+log = logging.getLogger("solspark.router")
+
+_TARGET = torch.nn.functional
+_ATTRIBUTE = "scaled_dot_product_attention"
+
+Observer = Callable[[str, Tensor, Tensor, "Tensor | None"], None]
+
+
+@dataclass(frozen=True, eq=False)
+class RouteRecord:
+    """What served a call.
+
+    Args:
+        backend: name of the backend, ORIGINAL_NAME for torch's own.
+        selection: the tiles it kept, None for a dense call.
+        skip: why the sparse stage kept the call dense; None when it did not, or when there is no
+            stage.
+        declined: (name, first reason) of every backend that was asked before.
+        shape: (batch, query heads, query tokens, key tokens, head_dim) as far as query has these
+            dimensions.
+        dtype: dtype of query.
+    """
+
+    backend: str
+    selection: Selection | None
+    skip: str | None
+    declined: tuple[tuple[str, str], ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def density(self) -> float:
+        """Share of tiles that the call reads; waits for the device."""
+        return 1.0 if self.selection is None else self.selection.density()
+
+
+class Router:
+    """Send each attention call to the best declared backend that can serve it.
+
+    Args:
+        config: the settings.
+        registry: the declared backends; None is `builtin_registry()`.
+        platform: where calls run; None detects it.
+
+    Attributes:
+        context: the generation in progress (step, role, layout).
+        plan: the plan in force.
+        stage: the sparse stage in force, or None.
+        observer: called before each call with (name, query, key, attn_mask); the name ends in
+            "+sparse" for a selection.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig | None = None,
+        *,
+        registry: Registry | None = None,
+        platform: Platform | None = None,
+    ):
+        from solspark.router.backends import builtin_registry
+
+        self.config = config or RouterConfig()
+        self.registry = registry if registry is not None else builtin_registry()
+        self.platform = platform or detect_platform()
+        self.context = RouteContext()
+        self.observer: Observer | None = None
+        self.telemetry = telemetry_module.Telemetry()
+        self.stage: SparseStage | None = None
+        self._counting = False
+        self._last: RouteRecord | None = None
+        self._original: Callable[..., Tensor] | None = None
+        self._wrapper: Callable[..., Tensor] | None = None
+        self._kernel_flags: dict[str, bool] = {}
+        self._models: list[torch.nn.Module] = []
+        self._installed = False
+        self.plan = RoutePlan((), None, _found(), self.platform, ())
+        self.context.on_end(self._generation_ended)
+
+    # Installing and undoing
+
+    def install(self) -> Callable[[], None]:
+        """Build the plan and put it in place of torch.nn.functional.scaled_dot_product_attention.
+
+        A plan without any backend leaves the original itself in place, not a wrapper.
+
+        Returns:
+            The undo: a function of no arguments, the same as `uninstall`.
+
+        Raises:
+            RuntimeError: when this or another router is installed.
+        """
+        if self._installed:
+            raise RuntimeError("router: this router is installed already")
+        found = _found()
+        owner = getattr(found, "__solspark_router__", None)
+        if owner is not None:
+            raise RuntimeError("router: another router is installed; uninstall it first")
+        self._original = found
+        self._installed = True
+        try:
+            self._build()
+        except BaseException:
+            # A host that catches the error must find torch as it was.
+            self._teardown()
+            raise
+        return self.uninstall
+
+    def uninstall(self) -> None:
+        """Put the original back. Does nothing when the router is not installed.
+
+        When something else has replaced the router's function meanwhile, that replacement stays,
+        and the router underneath passes every call straight to the original.
+        """
+        if self._installed:
+            self._teardown()
+
+    def _teardown(self) -> None:
+        """Restore the function and the kernel flags, and drop the plan."""
+        original = self._original
+        assert original is not None
+        self._withdraw()
+        if self.stage is not None:
+            self.stage.close()
+            self.stage = None
+        self._restore_kernels()
+        self.plan = RoutePlan((), None, original, self.platform, ())
+        self._wrapper = None
+        self._original = None
+        self._installed = False
+
+    def _withdraw(self) -> None:
+        """Take the wrapper out of torch, unless somebody put another function over it."""
+        if self._wrapper is None or self._original is None:
+            return
+        if _found() is self._wrapper:
+            setattr(_TARGET, _ATTRIBUTE, self._original)
+        elif _found() is not self._original:
+            log.warning(
+                "scaled_dot_product_attention was replaced after the router was installed; "
+                "that replacement stays, and the router under it only passes calls on"
+            )
+
+    def _build(self) -> None:
+        """Build plan and stage from the configuration and put them in force."""
+        original = self._original
+        assert original is not None
+        self._restore_kernels()
+        self._apply_kernels()
+        labels = self.config.backends
+        if labels is None:
+            labels = default_labels(self.platform)
+        settings = {
+            name: self.config.setting(name)
+            for backend in self.registry.ordered()
+            if backend.label in labels
+            for name in backend.options
+        }
+        self.plan = build_plan(self.registry, self.platform, labels, original, settings)
+        if self.stage is not None:
+            self.stage.close()
+        capable_labels = [b.label for b in self.registry.with_cap(BLOCK_MASK)]
+        self.stage = build_stage(
+            self.config.sparse, self.context, self.plan.entries, capable_labels
+        )
+        wanted = self.config.telemetry
+        self._counting = telemetry_module.wanted() if wanted is None else wanted
+        self.telemetry.clear()
+        self._last = None
+        if self.plan.empty:
+            self._withdraw()
+            self._wrapper = None
+        else:
+            if self._wrapper is None:
+                self._wrapper = _wrap(self, original)
+            setattr(_TARGET, _ATTRIBUTE, self._wrapper)
+        log.info("attention chain: %s", self.plan.chain)
+
+    # Rebuilding
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """Names of the settings whose change rebuilds the plan: kernel flags, the chosen backends,
+        every option that a backend captures, and the sparse stage's."""
+        return (
+            "sdp_kernels",
+            "backends",
+            *self.registry.options(),
+            *SPARSE_SETTINGS,
+            "telemetry",
+        )
+
+    def configure(self, config: RouterConfig, *, compiled: bool = False) -> bool:
+        """Take another configuration, rebuilding the plan when a watched setting differs. Call it
+        between jobs.
+
+        Args:
+            config: the configuration.
+            compiled: a compiled model is resident although no hooked model says so.
+
+        Returns:
+            Whether the plan was rebuilt.
+        """
+        changed = [name for name in self.watched if _differs(self.config, config, name)]
+        self.config = config
+        if not changed or not self._installed:
+            return False
+        log.info("rebuilding the attention chain: %s changed", ", ".join(changed))
+        self.reapply(compiled=compiled)
+        return True
+
+    def reapply(self, *, compiled: bool = False) -> None:
+        """Rebuild the plan as configured; reset dynamo when a compiled model is resident."""
+        if not self._installed:
+            raise RuntimeError("router: not installed")
+        self._build()
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo is not None and (compiled or any(_is_compiled(m) for m in self._models)):
+            # Graphs captured with the previous plan would go on using it.
+            dynamo.reset()
+
+    @contextmanager
+    def bypass(self) -> Iterator[None]:
+        """Put the original back for a while (a captioner, a detailer, a language model)."""
+        wrapper, original, plan = self._wrapper, self._original, self.plan
+        if wrapper is None or original is None:
+            yield
+            return
+        # Where somebody put a function over the wrapper, calls still arrive here: an empty plan
+        # passes them on.
+        paused = RoutePlan((), None, original, self.platform, ())
+        self.plan = paused
+        replaced = _found() is wrapper
+        if replaced:
+            setattr(_TARGET, _ATTRIBUTE, original)
+        try:
+            yield
+        finally:
+            if self.plan is paused:
+                self.plan = plan
+            if replaced and self._wrapper is not None and _found() is original:
+                setattr(_TARGET, _ATTRIBUTE, self._wrapper)
+
+    # Serving
+
+    def dispatch(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **extra: Any,
+    ) -> Tensor:
+        """Serve one call: the arguments and the result of scaled_dot_product_attention.
+
+        The first backend whose gate accepts serves, and what it raises propagates: there is no
+            second try.
+
+        Raises:
+            UnsupportedError: in strict mode, where the sparse stage was asked for and could not be
+                used.
+        """
+        plan, stage = self.plan, self.stage
+        call = RouteCall(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            extra,
+            _needs_grad(query, key, value, attn_mask),
+        )
+        declined: list[tuple[str, str]] = []
+        skip: str | None = None
+        for entry in plan.entries:
+            reason = entry.constraints.first_reason(call)
+            if reason is not None:
+                declined.append((entry.name, reason))
+                continue
+            selection = None
+            if stage is not None and BLOCK_MASK in entry.caps:
+                selection = stage(call, entry.caps)
+                skip = stage.last_skip
+            if selection is None and entry.selection_only:
+                declined.append((entry.name, f"serves selections only ({skip or 'sparse is off'})"))
+                continue
+            if selection is None:
+                self._refuse_if_strict(skip, declined)
+                self._note(entry.name, call, None, skip, declined)
+                return entry.call(
+                    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+                )
+            self._note(entry.name, call, selection, None, declined)
+            return entry.call(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale,
+                enable_gqa,
+                selection=selection,
+            )
+        if stage is not None and skip is None:
+            # No entry that could have taken a selection accepted the call, so the stage was never
+            # asked.
+            skip = stage.skip_reason(call, (BLOCK_MASK, MASKED_BLOCK)) or NO_BACKEND
+        self._refuse_if_strict(skip, declined)
+        if plan.terminal is not None:
+            self._note(plan.terminal.name, call, None, skip, declined)
+            return plan.terminal.call(
+                query,
+                key,
+                value,
+                attn_mask=attn_mask,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+                **extra,
+            )
+        self._note(ORIGINAL_NAME, call, None, skip, declined)
+        if enable_gqa:
+            # Only where it is set: older wrappers of platforms do not know the keyword.
+            extra["enable_gqa"] = True
+        return plan.original(
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            **extra,
+        )
+
+    def _refuse_if_strict(self, skip: str | None, declined: list[tuple[str, str]]) -> None:
+        """Raise in strict mode when something other than a policy kept this call dense."""
+        if not self.config.strict or skip is None or skip in POLICY_SKIPS:
+            return
+        reasons = [skip, *(f"{name}: {reason}" for name, reason in declined)]
+        raise UnsupportedError("router: a call cannot go sparse in strict mode", reasons)
+
+    def _note(
+        self,
+        name: str,
+        call: RouteCall,
+        selection: Selection | None,
+        skip: str | None,
+        declined: list[tuple[str, str]],
+    ) -> None:
+        """Tell the observer and the telemetry, and remember the call."""
+        if torch.compiler.is_compiling():
+            return
+        query = call.query
+        shape = (*query.shape[:-1], call.key.shape[-2], query.shape[-1])
+        self._last = RouteRecord(name, selection, skip, tuple(declined), shape, query.dtype)
+        shown = name if selection is None else f"{name}+sparse"
+        if self.observer is not None:
+            self.observer(shown, query, call.key, call.attn_mask)
+        if self._counting:
+            self.telemetry.record(shown, self.context.role, query, call.key, call.attn_mask)
+
+    # Explaining
+
+    def last_call(self) -> RouteRecord | None:
+        """Return what served the newest call, or None before the first."""
+        return self._last
+
+    def reasons(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **extra: Any,
+    ) -> dict[str, list[str]]:
+        """Say for every registered backend why it would not serve this call; an empty list means
+        that it could.
+
+        The key "sparse" says the same of the sparse stage. Nothing is computed and nothing is
+        imported.
+        """
+        call = RouteCall(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            extra,
+            _needs_grad(query, key, value, attn_mask),
+        )
+        entries = {e.name: e for e in (*self.plan.entries, self.plan.terminal) if e is not None}
+        skipped = dict(self.plan.skipped)
+        found: dict[str, list[str]] = {}
+        for backend in reversed(self.registry.ordered()):
+            if backend.name in entries:
+                entry = entries[backend.name]
+                why = [] if backend.terminal else entry.constraints.reasons(call)
+                if entry.selection_only and (self.stage is None):
+                    why.append("serves selections only, and sparse is off")
+            else:
+                missing = backend.missing(self.platform)
+                why = (
+                    [skipped[backend.name]] if backend.name in skipped else ["not chosen", *missing]
+                )
+                if not backend.terminal:
+                    why += backend.constraints.reasons(call)
+            found[backend.name] = why
+        found["sparse"] = self._sparse_reasons(call)
+        return found
+
+    def _sparse_reasons(self, call: RouteCall) -> list[str]:
+        """Return why this call would not go sparse."""
+        if self.stage is None:
+            return ["not enabled" if not self.config.sparse.enabled else NO_BACKEND]
+        why: list[str] = []
+        for entry in self.plan.entries:
+            if BLOCK_MASK in entry.caps and entry.constraints.accepts(call):
+                skip = self.stage.skip_reason(call, entry.caps)
+                if skip is None:
+                    return []
+                why.append(skip)
+        return sorted(set(why)) or [NO_BACKEND]
+
+    def report(self) -> dict[str, Any]:
+        """Return the state of the router as plain values, for a status page or a file."""
+        stage, context, sparse = self.stage, self.context, self.config.sparse
+        layout = context.layout
+        return {
+            "chain": self.plan.chain.split(">"),
+            "overrides": list(self.plan.labels),
+            "platform": self.platform.name,
+            "installed": self._installed,
+            "skipped": dict(self.plan.skipped),
+            "sparse": {
+                "enabled": stage is not None,
+                "budget": stage.budget if stage is not None else sparse.budget,
+                "gate": sparse.token_floor,
+                "capable": [e.name for e in self.plan.entries if BLOCK_MASK in e.caps],
+                "layout": layout
+                and {"source": layout.source, "kinds": list(layout.kinds), "length": layout.length},
+            },
+            "context": {
+                "active": context.active,
+                "role": context.role,
+                "step": context.step,
+                "steps": context.steps,
+                "model": context.model_key,
+            },
+        }
+
+    def watch_model(self, model: torch.nn.Module) -> None:
+        """Remember a model, to know at the next rebuild whether compiled graphs must be dropped."""
+        if all(model is not known for known in self._models):
+            self._models.append(model)
+
+    def forget_model(self, model: torch.nn.Module) -> None:
+        """Forget a model of `watch_model`."""
+        self._models = [known for known in self._models if known is not model]
+
+    def _generation_ended(self) -> None:
+        if self._counting:
+            self.telemetry.flush()
+
+    # torch's own kernels
+
+    def _apply_kernels(self) -> None:
+        """Switch torch's attention kernels as configured, remembering what they were."""
+        if self.config.sdp_kernels is None:
+            return
+        for name, (read, write) in _kernel_switches().items():
+            self._kernel_flags[name] = read()
+            write(name in self.config.sdp_kernels)
+
+    def _restore_kernels(self) -> None:
+        """Put torch's kernel flags back as they were before the router."""
+        for name, value in self._kernel_flags.items():
+            _kernel_switches()[name][1](value)
+        self._kernel_flags = {}
+
+
+def _wrap(router: Router, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the function to install, with the original's metadata."""
+
+    @functools.wraps(original)
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+        return router.dispatch(*args, **kwargs)
+
+    setattr(scaled_dot_product_attention, "__solspark_router__", router)  # noqa: B010 (a function)
+    return scaled_dot_product_attention
+
+
+def _found() -> Callable[..., Tensor]:
+    """Return the function that torch has now."""
+    return getattr(_TARGET, _ATTRIBUTE)
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    """Return whether autograd would record a call on these tensors."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _differs(old: RouterConfig, new: RouterConfig, name: str) -> bool:
+    """Return whether a watched setting differs, or only one side has it."""
+    missing = object()
+
+    def read(config: RouterConfig) -> Any:
+        try:
+            return config.setting(name)
+        except KeyError:
+            return missing
+
+    return read(old) != read(new)
+
+
+def _is_compiled(model: torch.nn.Module) -> bool:
+    """Return whether a module, or one inside it, runs through torch.compile."""
+    return any(
+        getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod")
+        for m in model.modules()
+    )
+
+
+def _kernel_switches() -> dict[str, tuple[Callable[[], bool], Callable[[bool], None]]]:
+    """Return how to read and set each of torch's kernel flags."""
+    cuda = torch.backends.cuda
+    return {
+        "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+        "mem_efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+        "math": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+        "cudnn": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    }

@@ -1,14 +1,16 @@
 """Queries, keys and values with the structure of video attention, made from a seed on any device.
 
-Gaussian inputs time a fixed budget honestly and say nothing about quality. These inputs are built the way a video
-transformer builds its own: shared content fields that vary smoothly over (t, h, w) with several correlation lengths,
-per-head position kernels expressed through the rotary embedding of MiniMax-H3, an RMS norm, a few outlier channels,
-and heads of five kinds (local, spatial, temporal, global, text-driven). The strengths are calibrated to the figures
-that are published for real activations; `docs/measured.md` holds targets and results.
+Gaussian inputs time a fixed budget honestly and say nothing about quality. These inputs are built
+the way a video
+transformer builds its own: shared content fields that vary smoothly over (t, h, w) with several
+correlation lengths, per-head position kernels expressed through the rotary embedding of MiniMax-H3,
+an RMS norm, a few outlier channels, and heads of five kinds (local, spatial, temporal, global,
+text-driven). The strengths are calibrated to the figures that are published for real activations;
+`docs/measured.md` holds targets and results.
 
-Everything random comes from a counter-based hash, so a value depends on (seed, head, tensor, token, channel) alone:
-the same problem gives the same tensors on a CPU and on a GPU up to float32 rounding, and any subset of heads can be
-made by itself.
+Everything random comes from a counter-based hash, so a value depends on (seed, head, tensor, token,
+channel) alone: the same problem gives the same tensors on a CPU and on a GPU up to float32
+rounding, and any subset of heads can be made by itself.
 """
 
 from __future__ import annotations
@@ -33,15 +35,18 @@ _WORD = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Archetype:
-    """Describe one kind of attention head; shares say what part of a key's energy each component takes.
+    """Describe one kind of attention head; shares say what part of a key's energy each component
+    takes.
 
     Args:
         name: label in reports.
         sharpness: logit that a query gives to a key with identical components.
         position: shares of the (t, h, w) position kernels.
-        reach: their Gaussian widths, in rotary units (24 x 42 rows span about 24 x 42 units, a latent frame 5.7).
+        reach: their Gaussian widths, in rotary units (24 x 42 rows span about 24 x 42 units, a
+            latent frame 5.7).
         content: share of the content field that queries and keys have in common.
-        lengths: (temporal, spatial) correlation lengths of the content, in rotary units, equally weighted.
+        lengths: (temporal, spatial) correlation lengths of the content, in rotary units, equally
+            weighted.
         private: share of a smooth field that queries and keys do not have in common.
         text: share of the component that draws every query to the text rows.
         noise: share of white noise.
@@ -114,7 +119,9 @@ def _key(*parts: int) -> int:
 
 
 def _normal(shape: Sequence[int], key: int, device: torch.device) -> Tensor:
-    """Return float32 values of nearly normal law (four uniform bytes added), unit variance, from counter and key."""
+    """Return float32 values of nearly normal law (four uniform bytes added), unit variance, from
+    counter and key.
+    """
     count = math.prod(shape)
     state = torch.arange(count, device=device, dtype=torch.int64).mul_(0x9E3779B1).add_(key)
     state.bitwise_and_(_WORD)
@@ -134,8 +141,8 @@ def _uniform(*parts: int) -> float:
 def axis_positions(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """Return the float64 rotary coordinates of the frames, rows and columns of the video grid.
 
-    Frames advance by 5/3 * (1, 4, 4, 4, 4) in turn and start after the text rows; rows and columns are spread over 32
-    units of a square of equal area, centred, without their end points.
+    Frames advance by 5/3 * (1, 4, 4, 4, 4) in turn and start after the text rows; rows and columns
+    are spread over 32 units of a square of equal area, centred, without their end points.
 
     Args:
         problem: shape with its grid.
@@ -157,14 +164,15 @@ def axis_positions(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def position_ids(problem: Problem) -> Tensor:
-    """Return the float64 [T, 3] (t, h, w) rotary coordinates: video rows, then text rows, then audio rows.
+    """Return the float64 [T, 3] (t, h, w) rotary coordinates: video rows, then text rows, then
+    audio rows.
 
     Args:
         problem: shape with its grid and context.
 
     Returns:
-        Coordinates on the CPU. Text sits at (row, 0, 0); audio advances one unit a latent and is pinned to the two
-        ends of the width, left channel first.
+        Coordinates on the CPU. Text sits at (row, 0, 0); audio advances one unit a latent and is
+        pinned to the two ends of the width, left channel first.
     """
     time, rows, columns = axis_positions(problem)
     video = torch.stack(torch.meshgrid(time, rows, columns, indexing="ij"), dim=-1).reshape(-1, 3)
@@ -194,14 +202,18 @@ def rotary_table(positions: Tensor, device: torch.device) -> tuple[Tensor, Tenso
 
 
 def apply_rotary(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the leading 2 * cos.shape[-1] channels of rows [T, D] by halves; the rest pass through."""
+    """Rotate the leading 2 * cos.shape[-1] channels of rows [T, D] by halves; the rest pass
+    through.
+    """
     half = cos.shape[-1]
     first, second, rest = rows[:, :half], rows[:, half : 2 * half], rows[:, 2 * half :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=1)
 
 
 def _smooth_axis(positions: Tensor, length: float, device: torch.device) -> Tensor:
-    """Return the [points, lattice] weights that turn unit lattice noise into a unit-variance smooth field."""
+    """Return the [points, lattice] weights that turn unit lattice noise into a unit-variance smooth
+    field.
+    """
     low, high = float(positions[0]), float(positions[-1])
     lattice = low - length + torch.arange(int((high - low) / length) + 4).double() * length
     weights = torch.exp(-(((positions[:, None] - lattice) / (0.7 * length)) ** 2) / 2)
@@ -218,7 +230,9 @@ class _Scene:
         self.cos, self.sin = rotary_table(position_ids(problem), device)
 
     def field(self, channels: int, temporal: float, spatial: float, *key: int) -> Tensor:
-        """Return float32 [T, channels]: smooth over the video, along time for audio, free for text rows."""
+        """Return float32 [T, channels]: smooth over the video, along time for audio, free for text
+        rows.
+        """
         problem = self.problem
         maps = [
             _smooth_axis(axis, length, self.device)
@@ -264,10 +278,11 @@ def _jittered(kind: Archetype, seed: int, head: int) -> Archetype:
 
 
 def _position_components(kind: Archetype, dim: int, device: torch.device) -> Tensor:
-    """Return [D]: the same vector added to queries and keys, whose rotated product is the position kernel.
+    """Return [D]: the same vector added to queries and keys, whose rotated product is the position
+    kernel.
 
-    A product of amplitude w_i at frequency f_i contributes w_i cos(f_i * distance); amplitudes follow the spectrum of
-    a Gaussian of the wanted width on log-spaced frequencies.
+    A product of amplitude w_i at frequency f_i contributes w_i cos(f_i * distance); amplitudes
+    follow the spectrum of a Gaussian of the wanted width on log-spaced frequencies.
     """
     frequencies = ROTARY_THETA ** -(torch.arange(ROTARY_FREQUENCIES) / ROTARY_FREQUENCIES)
     vector = torch.zeros(dim)
@@ -330,10 +345,12 @@ def _head(scene: _Scene, head: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _add_outliers(query: Tensor, key: Tensor, seed: int, head: int) -> None:
-    """Make a few channels large in keys and small in queries, and shift two of them, without changing attention.
+    """Make a few channels large in keys and small in queries, and shift two of them, without
+    changing attention.
 
-    A gain g on a key channel and 1 / g on the query channel leave every product alone (both channels of a rotary pair
-    take the same gain); a constant added to a channel that does not rotate gives every key of a query the same logit.
+    A gain g on a key channel and 1 / g on the query channel leave every product alone (both
+    channels of a rotary pair take the same gain); a constant added to a channel that does not
+    rotate gives every key of a query the same logit.
     """
     half = 3 * ROTARY_FREQUENCIES
     rest = query.shape[1] - 2 * half
@@ -348,7 +365,9 @@ def _add_outliers(query: Tensor, key: Tensor, seed: int, head: int) -> None:
 
 
 def _value(scene: _Scene, content: Tensor, head: int) -> Tensor:
-    """Return [T, D]: a constant, what the content says, a finer field, and noise; two channels are large."""
+    """Return [T, D]: a constant, what the content says, a finer field, and noise; two channels are
+    large.
+    """
     dim = scene.problem.head_dim
     mean = _normal([1, dim], _key(scene.seed, head, 80), scene.device)
     told = content @ _normal([_CONTENT_CHANNELS, dim], _key(scene.seed, head, 81), scene.device)
@@ -376,13 +395,14 @@ def video_activations(
 ) -> Activations:
     """Make the query, key and value of one attention layer of a video transformer.
 
-    A key is rmsnorm(content field + position vector + private field + text axis + noise), rotated by its (t, h, w);
-    logits of a head peak at the sharpness of its kind. Memory beyond the result is one head in float32, a few times.
+    A key is rmsnorm(content field + position vector + private field + text axis + noise), rotated
+    by its (t, h, w); logits of a head peak at the sharpness of its kind. Memory beyond the result
+    is one head in float32, a few times.
 
     Args:
         problem: a `Problem`, or the name of one.
-        heads: head indices to make, ascending or not; None for all of the problem's. A head is the same whichever
-            others are made with it.
+        heads: head indices to make, ascending or not; None for all of the problem's. A head is the
+            same whichever others are made with it.
         seed: another seed is another layer.
         dtype: of the result.
         device: where to compute and to return.
@@ -392,11 +412,14 @@ def video_activations(
         query, key, value [1, T, len(heads), D].
 
     Raises:
-        ValueError: unknown problem, a head index outside it, or head_dim < 128 (the rotary embedding takes 96).
+        ValueError: unknown problem, a head index outside it, or head_dim < 128 (the rotary
+            embedding takes 96).
 
-    Numerics: float32 throughout, one rounding to dtype; equal between devices up to float32 rounding.
+    Numerics: float32 throughout, one rounding to dtype; equal between devices up to float32
+    rounding.
 
-    Source: spec of MiniMax-H3's rotary embedding; published recall, density and error figures of Sol and Spark.
+    Source: spec of MiniMax-H3's rotary embedding; published recall, density and error figures of
+    Sol and Spark.
     """
     problem = get_problem(problem) if isinstance(problem, str) else problem
     chosen = list(range(problem.heads)) if heads is None else list(heads)

@@ -41,9 +41,11 @@ class Cost:
 
 
 def attend_cost(problem: Problem, density: float, *, tail: str = "query", parents: int = 1) -> Cost:
-    """Count the attention stage: exact pairs plus summary keys, both in multiply-adds of two products.
+    """Count the attention stage: exact pairs plus summary keys, both in multiply-adds of two
+    products.
 
-    FLOP = 4 B H T^2 D density + 4 B H T N D (tail per query; over 64 for a tail per block; 0 without one).
+    FLOP = 4 B H T^2 D density + 4 B H T N D (tail per query; over 64 for a tail per block; 0
+    without one).
     Bytes: Q, K, V read once, the output written once, the summaries read once.
 
     Args:
@@ -63,14 +65,17 @@ def attend_cost(problem: Problem, density: float, *, tail: str = "query", parent
 
 
 def plan_cost(problem: Problem) -> Cost:
-    """Count pooling and routing: Q, K, V read once; one N x N x D product a head; scores written and read once."""
+    """Count pooling and routing: Q, K, V read once; one N x N x D product a head; scores written
+    and read once.
+    """
     rows = problem.batch * problem.heads * problem.tokens
     pairs = problem.batch * problem.heads * problem.blocks**2
     return Cost(2.0 * pairs * problem.head_dim, 3.0 * rows * problem.head_dim * 2 + 8.0 * pairs)
 
 
 def reblock_cost(problem: Problem, *, sides: int = 2, levels: int = 4) -> Cost:
-    """Count the landmark trees: projection (read and write) and one read of the features a level, a side.
+    """Count the landmark trees: projection (read and write) and one read of the features a level, a
+    side.
 
     FLOP: the projection and about 8 directions a level; bytes decide.
     """
@@ -80,6 +85,8 @@ def reblock_cost(problem: Problem, *, sides: int = 2, levels: int = 4) -> Cost:
 
 
 def reweight_cost(problem: Problem, *, parents: int = 1) -> Cost:
-    """Count reweighted summaries: K and V read once; a score and two weighted sums a token and anchor."""
+    """Count reweighted summaries: K and V read once; a score and two weighted sums a token and
+    anchor.
+    """
     rows = problem.batch * problem.heads * problem.tokens
     return Cost(6.0 * rows * parents * problem.head_dim, 2.0 * rows * problem.head_dim * 2)

@@ -1,8 +1,10 @@
-"""The correctness gate: sampled query rows against an oracle in float64, computed from the plan itself.
+"""The correctness gate: sampled query rows against an oracle in float64, computed from the plan
+itself.
 
-No T x T tensor appears: a few query rows a head read every key. A second evaluation of the same rows with the
-arithmetic of a flash kernel in the inputs' dtype says how far rounding alone may lead; a kernel passes iff it is
-finite and, for the largest and for the mean error, e_kernel <= 2 e_rounding + eps(dtype) * scale.
+No T x T tensor appears: a few query rows a head read every key. A second evaluation of the same
+rows with the arithmetic of a flash kernel in the inputs' dtype says how far rounding alone may
+lead; a kernel passes iff it is finite and, for the largest and for the mean error, e_kernel <= 2
+e_rounding + eps(dtype) * scale.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import torch
 from torch import Tensor
 
 from solspark.types import BLOCK, BlockPlan, block_count
+
+LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class Verdict:
 def sample_rows(
     tokens: int, heads: int, device: torch.device, *, rows: int = 32, most_heads: int = 8
 ) -> RowSample:
-    """Choose query rows spread over the sequence: the first, the last, a block border, and a fixed stride.
+    """Choose query rows spread over the sequence: the first, the last, a block border, and a fixed
+    stride.
 
     Args:
         tokens: T.
@@ -67,7 +72,9 @@ def sample_rows(
 
 
 def exact_blocks_of_rows(plan: BlockPlan, rows: Tensor, batch: int, head: int) -> Tensor:
-    """Return bool [R, NK]: the key blocks that each sampled query row reads exactly, from the plan's bits."""
+    """Return bool [R, NK]: the key blocks that each sampled query row reads exactly, from the
+    plan's bits.
+    """
     words = plan.bits[batch, min(head, plan.bits.shape[1] - 1)][rows // BLOCK]
     shifts = torch.arange(32, device=words.device, dtype=torch.int32)
     bits = (words.unsqueeze(-1) >> shifts) & 1
@@ -149,7 +156,8 @@ def attend_rows(
         exact: bool [R, NK] blocks read exactly; None for all.
         tail: summaries of the rest; None drops them.
         dtype: of the arithmetic.
-        round_to: round the probabilities and the result to this dtype, as a kernel does; None keeps them.
+        round_to: round the probabilities and the result to this dtype, as a kernel does; None keeps
+            them.
 
     Returns:
         In `dtype`; a row that reads nothing is zero.
@@ -230,7 +238,8 @@ def gate_output(
 
     Args:
         output: to be judged; L may be shorter than T where only the first rows are wanted.
-        query, key, value: [B, T, H, D] (key and value may have fewer heads, H a multiple of theirs).
+        query, key, value: [B, T, H, D] (key and value may have fewer heads, H a multiple of
+            theirs).
         sample: rows and heads.
         plan: what each query block reads; None means dense attention.
         tail: "none", "query" or "block" (plain block means).
@@ -298,23 +307,74 @@ def dense_rows(
 
 
 def relative_to(reference: Tensor, output: Tensor, sample: RowSample) -> float:
-    """Return the relative L2 of an output [B, T, H, D] against sampled reference rows of `dense_rows`."""
+    """Return the relative L2 of an output [B, T, H, D] against sampled reference rows of
+    `dense_rows`.
+    """
     picked = output[:, sample.rows][:, :, list(sample.heads)].transpose(1, 2).double()
     return float((picked - reference).norm() / reference.norm().clamp_min(1e-300))
 
 
-def plan_gaps(plan: BlockPlan, scores: Tensor, batch: int, head: int, row_block: int) -> float:
-    """Return by how much the best block left out beats the worst block kept, for a top-k row; <= 0 is exact.
+def judge_plan(
+    plan: BlockPlan,
+    query: Tensor,
+    key: Tensor,
+    sample: RowSample,
+    *,
+    top_k: int | None = None,
+    tau: float | None = None,
+    local_radius: int = -1,
+    scale: float | None = None,
+) -> Verdict:
+    """Judge a plan of `plan_sol` without sinks on the query blocks of the sampled rows.
+
+    Scores are taken anew in float64 from unrounded means; a stored key mean is off by half a unit
+    in the last place a channel, so that a score is off by at most eps / 2 * sum |q_d k_d| * a. A
+    block may be on the wrong side of its cutoff only by as much as these bounds allow.
 
     Args:
-        plan: to be judged.
-        scores: float64 [NK] of the candidates of that row, -inf elsewhere.
-        batch, head, row_block: the row.
+        plan: [B, H, N, N].
+        query, key: [B, T, H, D].
+        sample: rows and heads.
+        top_k: the budget of a row, or None for the "diag" threshold at `tau`.
+        tau: standard deviations above the mean.
+        local_radius: band outside the budget.
+        scale: 1 / sqrt(D) unless given.
     """
-    rows = torch.tensor([row_block * BLOCK], device=plan.bits.device)
-    chosen = exact_blocks_of_rows(plan, rows, batch, head)[0]
-    candidates = scores.isfinite()
-    kept, left = scores[chosen & candidates], scores[~chosen & candidates]
-    if not kept.numel() or not left.numel():
-        return -torch.inf
-    return float(left.max() - kept.min())
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    a = scale * LOG2_E
+    eps = torch.finfo(query.dtype).eps
+    blocks = torch.unique(sample.rows // BLOCK)
+    wrong, total, worst = 0, 0, 0.0
+    for batch in range(query.shape[0]):
+        for head in sample.heads:
+            means = block_means(query[batch, :, head])[blocks]
+            keys = block_means(key[batch, :, head])
+            scores = a * means @ keys.T
+            slack = (eps / 2 + 1e-6) * a * (means.abs() @ keys.abs().T)
+            chosen = exact_blocks_of_rows(plan, blocks * BLOCK, batch, head)
+            total += chosen.shape[0]
+            if top_k is not None:
+                band = (blocks[:, None] - torch.arange(keys.shape[0], device=keys.device)).abs()
+                band = band <= local_radius
+                kept = torch.where(chosen & ~band, scores + slack, torch.inf).amin(1)
+                left = torch.where(~chosen, scores - slack, -torch.inf).amax(1)
+                # Blocks of the band may or may not have used the budget.
+                counts = chosen.sum(1)
+                fits = (counts >= min(top_k, keys.shape[0])) & (counts <= top_k + band.sum(1))
+                bad = (left > kept) | ~fits
+                worst = max(worst, float((left - kept).amax()))
+            else:
+                assert tau is not None
+                spread = keys.var(0, unbiased=False)
+                limit = a * means @ keys.mean(0) + tau * torch.sqrt(
+                    a**2 * means.square() @ spread + 1e-6
+                )
+                slack = 2 * slack + (1e-6 + eps) * limit.abs()[:, None]
+                missing = (scores - slack > limit[:, None]) & ~chosen
+                band = (blocks[:, None] - torch.arange(keys.shape[0], device=keys.device)).abs()
+                extra = (scores + slack < limit[:, None]) & chosen & (band > local_radius)
+                bad = (missing | extra).any(1)
+            wrong += int(bad.sum())
+    if wrong:
+        return Verdict(f"{wrong} of {total} sampled rows chose other blocks (by {worst:.3g})", 0.0)
+    return Verdict("pass", 0.0)

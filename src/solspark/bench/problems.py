@@ -1,7 +1,7 @@
 """Named problems: the shapes that every figure of this project refers to.
 
-A problem is a packed sequence as the attention sees it: the generated video first, in raster order over
-(frames, height, width), then its context (text, then audio where the model has it).
+A problem is a packed sequence as the attention sees it: the generated video first, in raster order
+over (frames, height, width), then its context (text, then audio where the model has it).
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class Problem:
 
     @property
     def sink_start(self) -> int:
-        """First token of the exact suffix: the mixed video/context block starts here, if there is one."""
+        """First token of the exact suffix: the mixed video/context block starts here, if there is
+        one.
+        """
         return self.video_tokens // BLOCK * BLOCK
 
     def dense_flops(self, heads: int | None = None) -> int:
@@ -97,6 +99,7 @@ PROBLEMS: dict[str, Problem] = {
         _h3("h3-5s", 37, 414, 512, "124 frames (5.2 s)"),
         _h3("h3-10s", 72, 810, 198, "243 frames (10.1 s)"),
         _h3("h3-14s", 102, 1150, 84, "345 frames (14.4 s)"),
+        _h3("long-310k", 307, 544, 0, "no clip: more than 2^31 elements a tensor"),
         Problem(
             "wan21-720p",
             TokenGrid(21, 45, 80),
@@ -137,7 +140,7 @@ PROBLEMS: dict[str, Problem] = {
             32,
             2,
             128,
-            "small enough for a CPU: ragged length, 44 video rows outside complete blocks, a context",
+            "small enough for a CPU: ragged, 44 video rows outside complete blocks, a context",
         ),
     )
 }

@@ -68,7 +68,9 @@ class Row:
         return self.gate == "pass"
 
     def key(self) -> str:
-        """Return what makes a measurement the same one: rows with equal keys need not be taken twice."""
+        """Return what makes a measurement the same one: rows with equal keys need not be taken
+        twice.
+        """
         return row_key(self.run, self.commit, self.problem, self.level, self.method, self.options)
 
 
@@ -116,7 +118,8 @@ def append_row(path: Path, row: Row) -> None:
 
 
 def current_commit() -> str:
-    """Return the commit of the checkout that this package lies in, with "+changes" when src differs from it.
+    """Return the commit of the checkout that this package lies in, with "+changes" when src differs
+    from it.
 
     Without git, or outside a checkout, the answer is "unknown": give `--commit` then.
     """

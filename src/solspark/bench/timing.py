@@ -1,4 +1,6 @@
-"""Times a call on a device: median and quartiles of events, after a warm-up, with the peak of memory."""
+"""Times a call on a device: median and quartiles of events, after a warm-up, with the peak of
+memory.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,15 @@ def measure(
     Args:
         call: does the work and may return anything; the result is dropped before the next call.
         device: where the work runs.
-        target_s: about how long all timed calls together may take; fixes their number within [least, most].
+        target_s: about how long all timed calls together may take; fixes their number within
+            [least, most].
         least: fewest timed calls.
         most: most timed calls.
         warmup: untimed calls before (at least one; a call of more than a second is not repeated).
 
     Returns:
-        A `Timing`. Peak memory is taken over the warm-up calls after the first one, which may compile.
+        A `Timing`. Peak memory is taken over the warm-up calls after the first one, which may
+        compile.
     """
     start = time.perf_counter()
     call()

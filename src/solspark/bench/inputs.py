@@ -1,0 +1,124 @@
+"""Makes the tensors of a problem, and keeps what several measurements of it share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from solspark.bench.activations import video_activations
+from solspark.bench.gate import RowSample, dense_rows, sample_rows
+from solspark.bench.problems import Problem
+from solspark.errors import MissingDependencyError
+
+KINDS = ("gaussian", "video", "file")
+PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(eq=False)
+class Inputs:
+    """Hold Q, K, V [B, T, H, D] of a problem.
+
+    Args:
+        problem: its shape (heads may be fewer when only some were made).
+        query, key, value: the tensors.
+        kind: "gaussian", "video", or "file".
+    """
+
+    problem: Problem
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    kind: str
+    _cache: dict = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return self.query.device
+
+    @property
+    def precision(self) -> str:
+        return PRECISIONS.get(self.query.dtype, str(self.query.dtype))
+
+    @property
+    def heads(self) -> int:
+        return self.query.shape[2]
+
+    @cached_property
+    def sample(self) -> RowSample:
+        """Rows and heads that the gate looks at."""
+        return sample_rows(self.query.shape[1], self.heads, self.device)
+
+    @cached_property
+    def dense(self) -> Tensor:
+        """Dense attention of the sampled rows, float64 [B, heads, R, D]."""
+        return dense_rows(self.query, self.key, self.value, self.sample)
+
+    def transposed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return views [B, H, T, D], the layout of torch's attention."""
+        query, key, value = (x.transpose(1, 2) for x in (self.query, self.key, self.value))
+        return query, key, value
+
+
+def make_inputs(
+    problem: Problem,
+    kind: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    file: Path | None = None,
+) -> Inputs:
+    """Make or load the tensors of a problem.
+
+    Args:
+        problem: shape.
+        kind: "gaussian" for standard normal values, "video" for `video_activations`, "file" to
+            load.
+        device: where they go.
+        dtype: of the tensors.
+        seed: of the values.
+        file: safetensors with query, key and value [1, T, H, D] (kind "file").
+
+    Raises:
+        ValueError: an unknown kind, or a file whose shape is not the problem's.
+    """
+    if kind == "gaussian":
+        generator = torch.Generator(device=device).manual_seed(seed)
+        shape = (problem.batch, problem.tokens, problem.heads, problem.head_dim)
+        tensors = [
+            torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(3)
+        ]
+    elif kind == "video":
+        tensors = list(video_activations(problem, seed=seed, dtype=dtype, device=device))
+    elif kind == "file" and file is not None:
+        tensors = _load(file, problem, device, dtype)
+    else:
+        raise ValueError(f"inputs: expected one of {', '.join(KINDS)}, got {kind!r}")
+    return Inputs(problem, *tensors, kind)
+
+
+def _load(file: Path, problem: Problem, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Read query, key and value and check them against the problem."""
+    try:
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise MissingDependencyError(
+            "--activations needs safetensors: pip install safetensors"
+        ) from error
+    stored = load_file(str(file))
+    tensors = []
+    for name in ("query", "key", "value"):
+        if name not in stored:
+            raise ValueError(f"{file}: expected tensors query, key and value, got {list(stored)}")
+        tensor = stored[name]
+        if tensor.ndim != 4 or tensor.shape[1] != problem.tokens:
+            raise ValueError(
+                f"{file}: {name}: expected [B, {problem.tokens}, H, D] for {problem.name}, "
+                f"got {tuple(tensor.shape)}"
+            )
+        tensors.append(tensor.to(device=device, dtype=dtype))
+    return tensors

@@ -1,0 +1,464 @@
+"""The methods of this project at every level: attend, call, layer, plan, reweight."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from solspark.bench.baselines import best_dense
+from solspark.bench.case import (
+    Case,
+    Unavailable,
+    error_against_dense,
+    judge_near,
+    method,
+)
+from solspark.bench.cost import attend_cost
+from solspark.bench.gate import Verdict, compare, gate_output, judge_plan
+from solspark.bench.inputs import Inputs
+from solspark.bench.lists import block_lists, executed_pairs, plan_density, plan_from_lists
+from solspark.methods.sol import mean_summaries, sol_attn
+from solspark.ops.block_sparse_attention import block_sparse_attention
+from solspark.ops.pool import Pooled, pool
+from solspark.ops.score_blocks import score_blocks, thresholds
+from solspark.ops.select_blocks import select_blocks
+from solspark.plan.select import budget, plan_sol
+from solspark.types import BLOCK, BlockPlan, block_count
+
+PLAN_OPTIONS = ("tau", "thresh_type", "local_radius", "impl")
+HARNESS_OPTIONS = ("inputs", "lists", "heads", "seed", "preset")
+"""Options that say what was fed, not how the method was called."""
+
+
+def call_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that go to the method itself."""
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in HARNESS_OPTIONS and value is not None
+    }
+
+
+def _plan_as(inputs: Inputs, options: dict[str, Any]) -> BlockPlan:
+    """Return the plan that `sol_attn` makes under these options."""
+    known = {name: options[name] for name in PLAN_OPTIONS if options.get(name) is not None}
+    ratio = options.get("topk_ratio")
+    if ratio is not None:
+        known["top_k"] = budget(ratio, block_count(inputs.key.shape[1]))
+    return plan_sol(inputs.query, inputs.key, **known)
+
+
+def _sparse_flops(inputs: Inputs, plan: BlockPlan, tail: str) -> float:
+    """Return the operations of the exact pairs and of the tail."""
+    problem = replace(inputs.problem, heads=inputs.heads)
+    summaries = attend_cost(problem, 0.0, tail=tail if tail != "block8x8" else "query").flops
+    return 4.0 * inputs.query.shape[3] * executed_pairs(plan) + summaries
+
+
+@method("attend", "sol", "lists", "topk_ratio", "tail", "impl")
+def _attend(inputs: Inputs, options: dict[str, Any]) -> Case:
+    """Build the attention stage under given lists."""
+    tokens = inputs.query.shape[1]
+    blocks = block_count(tokens)
+    kept = budget(options.get("topk_ratio", 0.1), blocks)
+    kind = options.get("lists", "random")
+    lists = block_lists(kind, inputs.heads, blocks, blocks, kept, inputs.device)
+    plan = plan_from_lists(lists, tokens, tokens)
+    tail = options.get("tail", "none")
+    summaries = None
+    if tail != "none":
+        summaries = mean_summaries(pool(inputs.query, inputs.key, inputs.value))
+    extra = {k: v for k, v in call_options(options).items() if k not in ("topk_ratio", "tail")}
+    return Case(
+        run=lambda: block_sparse_attention(
+            inputs.query, inputs.key, inputs.value, plan, summaries=summaries, tail=tail, **extra
+        ),
+        judge=lambda out: gate_output(
+            out, inputs.query, inputs.key, inputs.value, inputs.sample, plan=plan, tail=tail
+        ),
+        density=lambda out: plan_density(plan),
+        flops=lambda density: _sparse_flops(inputs, plan, tail),
+        precision=options.get("precision"),
+    )
+
+
+@method("call", "sol", "topk_ratio", "tau", "tail", "impl")
+def _call_sol(inputs: Inputs, options: dict[str, Any]) -> Case:
+    """Build the whole public call; the gate plans again and judges the output under that plan."""
+    known = call_options(options)
+    tail = known.get("tail", "query")
+
+    def judge(out: Tensor) -> Verdict:
+        plan = _plan_as(inputs, options)
+        chosen = judge_plan(
+            plan,
+            inputs.query,
+            inputs.key,
+            inputs.sample,
+            top_k=None
+            if options.get("topk_ratio") is None
+            else budget(options["topk_ratio"], plan.key_blocks),
+            tau=options.get("tau", 1.0),
+            local_radius=options.get("local_radius", 1),
+        )
+        if not chosen.passed:
+            return chosen
+        if options.get("precision") in (None, inputs.precision):
+            return gate_output(
+                out, inputs.query, inputs.key, inputs.value, inputs.sample, plan=plan, tail=tail
+            )
+        return _near_plan(inputs, out, plan, tail, LOW_PRECISION_ERROR)
+
+    return Case(
+        run=lambda: sol_attn(inputs.query, inputs.key, inputs.value, **known),
+        judge=judge,
+        density=lambda out: plan_density(_plan_as(inputs, options)),
+        flops=lambda density: _sparse_flops(inputs, _plan_as(inputs, options), tail),
+        error=lambda out: error_against_dense(inputs, out),
+        precision=options.get("precision"),
+    )
+
+
+LOW_PRECISION_ERROR = 0.03
+"""Largest relative L2 of FP8 or INT8 operands against the oracle under the same plan."""
+
+
+def _near_plan(inputs: Inputs, out: Tensor, plan: BlockPlan, tail: str, most: float) -> Verdict:
+    """Judge a low-precision output: finite and near the oracle of its plan."""
+    verdict = gate_output(
+        out, inputs.query, inputs.key, inputs.value, inputs.sample, plan=plan, tail=tail
+    )
+    if verdict.gate == "not finite" or verdict.relative_l2 > most:
+        return Verdict(f"relative L2 {verdict.relative_l2:.3g} over {most}", verdict.relative_l2)
+    return Verdict("pass", verdict.relative_l2)
+
+
+def _no_output_gate(result: Any) -> Verdict:
+    """Pass a stage whose result another row judges."""
+    return Verdict("pass", 0.0)
+
+
+@method("plan", "pool", "impl")
+def _plan_pool(inputs: Inputs, options: dict[str, Any]) -> Case:
+    """Build pooling of Q, K and V."""
+    known = call_options(options)
+
+    def judge(pooled: Pooled) -> Verdict:
+        assert pooled.query_means is not None and pooled.value_means is not None
+        worst = "pass"
+        for name, means, rows in (
+            ("query", pooled.query_means, inputs.query),
+            ("key", pooled.key_means, inputs.key),
+            ("value", pooled.value_means, inputs.value),
+        ):
+            for head in inputs.sample.heads:
+                blocks = block_count(rows.shape[1])
+                padded = rows.new_zeros(blocks * BLOCK, rows.shape[3], dtype=torch.float64)
+                padded[: rows.shape[1]] = rows[0, :, head]
+                lengths = torch.full((blocks, 1), 64.0, dtype=torch.float64, device=rows.device)
+                lengths[-1] = rows.shape[1] - BLOCK * (blocks - 1)
+                oracle = padded.view(blocks, BLOCK, -1).sum(1) / lengths
+                verdict = compare(means[0, head], oracle, oracle.to(means.dtype), means.dtype)
+                if not verdict.passed:
+                    worst = f"{name} means: {verdict.gate}"
+        return Verdict(worst, 0.0)
+
+    return Case(
+        run=lambda: pool(inputs.query, inputs.key, inputs.value, **known),
+        judge=judge,
+    )
+
+
+@method("plan", "score_blocks", "impl")
+def _plan_scores(inputs: Inputs, options: dict[str, Any]) -> Case:
+    """Build the block scores of all heads."""
+    pooled = pool(inputs.query, inputs.key, None)
+    assert pooled.query_means is not None
+    query_means, scale = pooled.query_means, inputs.query.shape[-1] ** -0.5
+    known = call_options(options)
+
+    def judge(scores: Tensor) -> Verdict:
+        head = inputs.sample.heads[-1]
+        factor = scale * 1.4426950408889634
+        means = query_means[0, head].double(), pooled.key_means[0, head].double()
+        oracle = factor * means[0] @ means[1].T
+        rounding = factor * means[0].float() @ means[1].float().T
+        return compare(scores[0, head], oracle, rounding, torch.float32)
+
+    return Case(
+        run=lambda: score_blocks(query_means, pooled.key_means, scale=scale, **known),
+        judge=judge,
+        flops=lambda density: (
+            2.0 * query_means.shape[1] * query_means.shape[2] ** 2 * query_means.shape[3]
+        ),
+    )
+
+
+@method("plan", "select_blocks", "topk_ratio", "tau", "impl")
+def _plan_select(inputs: Inputs, options: dict[str, Any]) -> Case:
+    """Build the selection from scores of all heads."""
+    pooled = pool(inputs.query, inputs.key, None)
+    assert pooled.query_means is not None
+    tokens, scale = inputs.query.shape[1], inputs.query.shape[-1] ** -0.5
+    scores = score_blocks(pooled.query_means, pooled.key_means, scale=scale)
+    known: dict[str, Any] = {}
+    if options.get("impl"):
+        known["impl"] = options["impl"]
+    ratio, tau = options.get("topk_ratio"), options.get("tau", 1.0)
+    if ratio is not None:
+        known["top_k"] = budget(ratio, block_count(tokens))
+    else:
+        known["thresholds"] = thresholds(
+            pooled.query_means, pooled.key_mean, pooled.key_var, scale=scale, tau=tau
+        )
+    return Case(
+        run=lambda: select_blocks(
+            scores, local_radius=1, query_tokens=tokens, key_tokens=tokens, **known
+        ),
+        judge=lambda plan: judge_plan(
+            plan,
+            inputs.query,
+            inputs.key,
+            inputs.sample,
+            top_k=known.get("top_k"),
+            tau=tau,
+            local_radius=1,
+        ),
+        density=plan_density,
+    )
+
+
+@method("plan", "sol", "topk_ratio", "tau", "impl")
+def _plan_sol(inputs: Inputs, options: dict[str, Any]) -> Case:
+    """Build the whole plan of a call: pool, score, select."""
+    ratio = options.get("topk_ratio")
+    return Case(
+        run=lambda: _plan_as(inputs, options),
+        judge=lambda plan: judge_plan(
+            plan,
+            inputs.query,
+            inputs.key,
+            inputs.sample,
+            top_k=None if ratio is None else budget(ratio, plan.key_blocks),
+            tau=options.get("tau", 1.0),
+            local_radius=options.get("local_radius", 1),
+        ),
+        density=plan_density,
+    )
+
+
+def _optional(module: str, *names: str) -> list[Any]:
+    """Return attributes of a part of this project that may not be there yet."""
+    try:
+        found = importlib.import_module(module)
+        return [getattr(found, name) for name in names]
+    except (ImportError, AttributeError) as error:
+        raise Unavailable(f"{module}: {error}") from error
+
+
+@method("reweight", "spark_reweight", "parents", "reweight_components", "impl")
+def _reweight(inputs: Inputs, options: dict[str, Any]) -> Case:
+    """Build reweighted summaries for P anchors; the first is the mean query, the others means of
+    blocks.
+    """
+    (reweight,) = _optional("solspark.ops.reweight", "reweight")
+    parents = int(options.get("parents", 1))
+    pooled = pool(inputs.query, inputs.key, None)
+    assert pooled.query_means is not None
+    means = pooled.query_means
+    anchors = [means.mean(2)] + [means[:, :, -i] for i in range(parents - 1, 0, -1)]
+    stacked = torch.stack(anchors, 1).to(inputs.key.dtype)
+    known = {k: v for k, v in call_options(options).items() if k != "parents"}
+
+    def judge(result: tuple[Tensor, Tensor, Tensor]) -> Verdict:
+        return _judge_summaries(inputs, stacked, result, known)
+
+    return Case(run=lambda: reweight(stacked, inputs.key, inputs.value, **known), judge=judge)
+
+
+def _judge_summaries(
+    inputs: Inputs, anchors: Tensor, result: tuple[Tensor, Tensor, Tensor], known: dict[str, Any]
+) -> Verdict:
+    """Judge the summaries of one head against the reference in float64."""
+    (reference,) = _optional("solspark.reference.reweight", "reweight")
+    head = inputs.sample.heads[-1]
+    part = slice(head, head + 1)
+    known = {k: v for k, v in known.items() if k != "impl"}
+    tensors = [x[:, :, part] for x in (anchors, inputs.key, inputs.value)]
+    oracle = reference(*(x.double() for x in tensors), **known)
+    rounding = reference(*tensors, **known)
+    for name, got, want, near in zip(("ak", "av", "lm"), result, oracle, rounding, strict=True):
+        dtype = got.dtype if name != "lm" else inputs.key.dtype
+        verdict = compare(got[:, :, part], want, near, dtype)
+        if not verdict.passed:
+            return Verdict(f"{name}: {verdict.gate}", verdict.relative_l2)
+    return Verdict("pass", 0.0)
+
+
+@method("plan", "reblock", "layout_reuse", "landmark_count", "impl")
+def _plan_reblock(inputs: Inputs, options: dict[str, Any]) -> Case:
+    """Build the reordering of Q and K: moments, features, trees."""
+    plan_reblock, config_class = _optional("solspark.plan.reblock", "plan_reblock", "ReblockConfig")
+    known = call_options(options)
+    impl = known.pop("impl", None)
+    config = config_class(**known)
+    video = inputs.problem.video_tokens
+
+    def run() -> Any:
+        return plan_reblock(
+            inputs.query[:, :video],
+            inputs.key[:, :video],
+            grid=inputs.problem.grid,
+            config=config,
+            impl=impl,
+        )
+
+    return Case(run=run, judge=_judge_permutations)
+
+
+def _judge_permutations(result: Any) -> Verdict:
+    """Judge that every permutation found in a result is a bijection."""
+    for permutation in result:
+        ordered = permutation.sort(-1).values
+        count = torch.arange(permutation.shape[-1], device=permutation.device)
+        if not bool((ordered == count).all()):
+            return Verdict("a permutation is not a bijection", 0.0)
+    return Verdict("pass", 0.0)
+
+
+def packed_config(method_name: str, options: dict[str, Any]) -> Any:
+    """Return the PackedConfig of a layer: Sol in the given order, or a Spark preset, with
+    overrides.
+
+    Options named like a field of the reblock options change the preset's reblock.
+    """
+    packed, presets, reblock = _optional(
+        "solspark.methods.spark_config", "PackedConfig", "PRESETS", "ReblockConfig"
+    )
+    known = call_options(options)
+    known.pop("impl", None)
+    preset = known.pop("preset", "default")
+    if method_name == "sol":
+        base = packed(
+            topk_ratio=None, reblock=None, virtual_query_levels_up=None, force_local_blocks=None
+        )
+    else:
+        base = presets[preset]
+    if "tau" in known and "topk_ratio" not in known:
+        known["topk_ratio"] = None
+    inner = {k: known.pop(k) for k in list(known) if k in reblock.__dataclass_fields__}
+    if inner:
+        known["reblock"] = replace(base.reblock or reblock(), **inner)
+    return replace(base, **known)
+
+
+def _packed(name: str) -> Callable[[Inputs, dict[str, Any]], Case]:
+    """Return the builder of packed attention, Sol or Spark."""
+
+    def build(inputs: Inputs, options: dict[str, Any]) -> Case:
+        (packed_attention,) = _optional("solspark.methods.spark", "packed_attention")
+        config = packed_config(name, options)
+        problem = inputs.problem
+        dense = best_dense(inputs.device)
+        state: dict[Any, Any] = {}
+        records: list[Any] = []
+
+        def run(chosen: Any = config) -> Tensor:
+            out, record = packed_attention(
+                inputs.query,
+                inputs.key,
+                inputs.value,
+                video_tokens=problem.video_tokens,
+                grid=problem.grid,
+                config=chosen,
+                dense=dense,
+                cache=state,
+                impl=options.get("impl"),
+            )
+            records[:] = [record]
+            return out
+
+        def judge(out: Tensor) -> Verdict:
+            """Pass if everything-exact equals dense, and the result itself lies where a sum must."""
+            everything = run(replace(config, topk_ratio=1.0))
+            exact = gate_output(everything, inputs.query, inputs.key, inputs.value, inputs.sample)
+            if not exact.passed:
+                return Verdict(f"everything exact against dense: {exact.gate}", exact.relative_l2)
+            return judge_near(inputs, out, 1.0)
+
+        return Case(
+            run=run,
+            judge=judge,
+            density=lambda out: _record_density(records[0]),
+            error=lambda out: error_against_dense(inputs, out),
+        )
+
+    return build
+
+
+def _record_density(record: Any) -> float | None:
+    """Return the packed density of a record of packed attention, if it tells one."""
+    for name in ("packed_density", "density"):
+        value = getattr(record, name, None)
+        if isinstance(value, (int, float)):
+            return float(value)
+    return None
+
+
+for _level in ("layer", "call"):
+    method(_level, "spark", "topk_ratio", "preset", "impl")(_packed("spark"))
+method("layer", "sol", "topk_ratio", "tau", "impl")(_packed("sol"))
+
+
+@method("call", "sol-int8", "topk_ratio", "tau", "token_aug", "impl")
+def _int8(inputs: Inputs, options: dict[str, Any]) -> Case:
+    """Build the direct INT8 call."""
+    (attend,) = _optional("solspark.int8", "sol_attn")
+    known = call_options(options)
+    return Case(
+        run=lambda: attend(inputs.query, inputs.key, inputs.value, **known),
+        judge=lambda out: judge_near(inputs, out, 1.0),
+        error=lambda out: error_against_dense(inputs, out),
+        precision="int8",
+    )
+
+
+@method("call", "sol-int8-chunked", "topk_ratio", "tau", "token_aug", "primed")
+def _int8_chunked(inputs: Inputs, options: dict[str, Any]) -> Case:
+    """Build the INT8 call over a fused projection in chunks, cold or primed."""
+    (attend,) = _optional("solspark.int8", "sol_attn_chunked")
+    known = call_options(options)
+    primed = known.pop("primed", False)
+    tokens, heads, device = inputs.query.shape[1], inputs.heads, inputs.device
+    generator = torch.Generator(device=device).manual_seed(0)
+    projection = torch.randn(
+        tokens, 3 * heads * 128, generator=generator, device=device, dtype=inputs.query.dtype
+    )
+    angle = torch.rand(tokens, 1, 48, generator=generator, device=device) * 6.2832
+    cos, sin = angle.cos(), angle.sin()
+    rotation = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
+    norms = tuple(torch.ones(128, device=device, dtype=inputs.query.dtype) for _ in range(2))
+
+    def chunks() -> Iterator[Tensor]:
+        return (projection[i : i + 4096] for i in range(0, tokens, 4096))
+
+    state: dict[str, Any] = {}
+
+    def call() -> Any:
+        return attend(chunks, tokens, heads, rotation, norms, **state, **known)
+
+    if primed:
+        _, kmean, vscale = call()
+        state.update(kmean=kmean, vscale=vscale)
+    return Case(
+        run=lambda: call()[0],
+        judge=lambda out: Verdict(
+            "pass" if bool(out.isfinite().all()) else "not finite", float("nan")
+        ),
+        precision="int8",
+    )

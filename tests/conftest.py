@@ -16,3 +16,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Draw the same numbers in a test whether it runs alone or after others."""
+    torch.manual_seed(0)

@@ -132,7 +132,7 @@ def build_tiny_h3_pipeline(
         # diffusers' audio autoencoder builds on torch's old weight_norm; not the caller's business.
         warnings.simplefilter("ignore", FutureWarning)
         torch.manual_seed(seed + 1)
-        vae = AutoencoderKLMiniMaxH3(
+        vae: Any = AutoencoderKLMiniMaxH3(
             latent_channels=4,
             block_out_channels=(8, 8, 8, 8),
             layers_per_block=1,
@@ -146,7 +146,7 @@ def build_tiny_h3_pipeline(
             latents_mean=(0.0,) * 4,
             latents_std=(1.0,) * 4,
         )
-        audio_vae = AutoencoderKLMiniMaxH3Audio(
+        audio_vae: Any = AutoencoderKLMiniMaxH3Audio(
             encoder_dim=8,
             encoder_rates=(2, 2),
             latent_dim=16,

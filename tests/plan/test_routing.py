@@ -80,13 +80,12 @@ def test_a_budget_of_all_candidates_reads_everything(budget):
     route = plan_top_k(query, key, LAYOUT, top_k=budget, scale=SCALE)
     assert exact(route).all()
     assert route.top_k == 11
-    assert density(route, LAYOUT)["video_density"] == 1.0
-    assert density(route, LAYOUT)["packed_density"] == 1.0
+    figures = density(route.mode, route.top_k, LAYOUT)
+    assert (figures["video_density"], figures["packed_density"]) == (1.0, 1.0)
 
 
 def test_density_of_a_budget():
-    query, key = means()
-    figures = density(plan_top_k(query, key, LAYOUT, top_k=3, scale=SCALE), LAYOUT)
+    figures = density("top_k", 3, LAYOUT)
     assert figures["video_density"] == 3 / 11
     assert figures["packed_density"] == (3 + 3) / 14
     assert (figures["sink_blocks"], figures["query_blocks"]) == (3, 11)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from solspark.ops.reweight import check_reweight_options
+from solspark.reference.reblock import ReblockOptions
 
 RESOLVED_EXECUTIONS = (
     "threshold",
@@ -17,6 +17,36 @@ RESOLVED_EXECUTIONS = (
 """Execution names that are accepted everywhere; each resolves to the same exact top-k plan."""
 
 
+TREE_OPTIONS = (
+    "max_children",
+    "fanout_mode",
+    "final_fanout",
+    "root_fanout",
+    "landmark_mode",
+    "landmark_count",
+    "midpoint_direction_mode",
+    "distance",
+    "aggregation",
+    "order_mode",
+    "initial_order",
+    "group_size",
+    "proxy_iterations",
+    "mean_mode",
+    "score_precision",
+)
+"""Options of `ReblockConfig` that the landmark tree has under the same name."""
+
+M2_ESTIMATORS = (
+    "hilbert_midpoint",
+    "flat64_block_mean",
+    "flat64_midpoint_1",
+    "flat64_midpoint_2",
+    "flat64_midpoint_4",
+    "flat64_mean_diag",
+    "full",
+)
+
+
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}: expected one of {', '.join(allowed)}; got {value!r}")
@@ -25,19 +55,6 @@ def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 def _check_integer(name: str, value: object, minimum: int) -> None:
     if type(value) is not int or value < minimum:
         raise ValueError(f"{name}: expected an int >= {minimum}, got {value!r}")
-
-
-def _check_schedule(name: str, value: object, allowed: Sequence[int] | range) -> None:
-    levels = value if isinstance(value, tuple) else (value,)
-    if not levels or any(type(level) is not int or level not in allowed for level in levels):
-        raise ValueError(
-            f"{name}: expected an int of {list(allowed)} or a non-empty tuple of them, "
-            f"got {value!r}"
-        )
-
-
-def _as_schedule(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -54,9 +71,12 @@ class ReblockConfig:
         mean_mode: features that fit the tree: "raw", "input_unit" (scaled by 1 / |original row|),
             "metric_unit" (unit features).
         ridge: added to the diagonal of a moment, times trace / D.
-        frozen_remainder: keep the V mod 64 excluded tokens that the baseline options would choose,
-            so that an ablation differs in nothing else.
-        max_children ... proxy_update_rule: options of the landmark tree, spec/spark.md 1.1.
+        m2_factor: "cholesky" or "eigh" factor of a moment.
+        frozen_remainder: keep the V mod 64 excluded tokens that the baseline's second moments would
+            choose, so that an ablation differs in nothing else; None: when m2_side or m2_estimator
+            is not the baseline's.
+        max_children ... proxy_update_rule, score_precision: options of the landmark tree, see
+            `ReblockOptions`.
 
     Raises:
         ValueError: naming the option, what was expected and what came.
@@ -83,72 +103,45 @@ class ReblockConfig:
     moment_mode: str = "raw"
     m2_side: str = "both"
     m2_estimator: str = "hilbert_midpoint"
+    m2_factor: str = "cholesky"
     ridge: float = 1e-3
     layout_reuse: str = "independent"
-    frozen_remainder: bool = False
+    frozen_remainder: bool | None = None
+    score_precision: str = "fp16"
+
+    @property
+    def freezes_remainder(self) -> bool:
+        """Whether the excluded tokens are those of the baseline's features."""
+        if self.frozen_remainder is not None:
+            return self.frozen_remainder
+        return self.m2_side != "both" or self.m2_estimator != "hilbert_midpoint"
+
+    @property
+    def options(self) -> ReblockOptions:
+        """Return the options of the landmark tree."""
+        return ReblockOptions(
+            **{name: getattr(self, name) for name in TREE_OPTIONS},
+            seed_rule=self.proxy_seed_rule,
+            update_rule=self.proxy_update_rule,
+        )
 
     def __post_init__(self) -> None:
         for name in ("max_children", "final_fanout", "group_size"):
-            object.__setattr__(self, name, _as_schedule(getattr(self, name)))
-        _check_schedule("max_children", self.max_children, (2, 4, 8, 16, 32, 64))
-        if self.final_fanout is not None:
-            _check_schedule("final_fanout", self.final_fanout, range(2, 33))
-        if self.root_fanout is not None:
-            _check_schedule("root_fanout", self.root_fanout, (2, 4, 8, 16, 32))
-        _check_schedule("group_size", self.group_size, (1, 2, 4, 8))
-        modes = ("power_of_two_fanout", "arbitrary_fanout", "power_of_two_arbitrary_final")
-        _check_choice("fanout_mode", self.fanout_mode, modes)
-        if self.fanout_mode == "power_of_two_fanout" and self.final_fanout not in (
-            None,
-            self.max_children,
-        ):
-            raise ValueError(
-                "final_fanout: expected None or the ordinary fan-out "
-                f"{self.max_children} under power_of_two_fanout, got {self.final_fanout!r}"
-            )
-        _check_choice("landmark_mode", self.landmark_mode, ("midpoint", "mean"))
-        if self.landmark_count not in (32, 64, 128, 256) or isinstance(self.landmark_count, bool):
-            raise ValueError(
-                f"landmark_count: expected 32, 64, 128 or 256; got {self.landmark_count!r}"
-            )
-        _check_choice("midpoint_direction_mode", self.midpoint_direction_mode, ("legacy", "fused"))
-        _check_choice("distance", self.distance, ("cosine", "euclidean"))
-        _check_choice("aggregation", self.aggregation, ("linear", "max"))
-        if self.order_mode == "preserve_parent_order":
-            object.__setattr__(self, "order_mode", "parent_order")
-        _check_choice("order_mode", self.order_mode, ("parent_order", "scalar_order"))
-        hilbert = tuple(f"hilbert_{axes}" for axes in ("thw", "twh", "htw", "hwt", "wth", "wht"))
-        _check_choice("initial_order", self.initial_order, ("flat", "tile_t4h4w4", *hilbert))
-        if self.proxy_iterations not in (0, 1, 2, 4) or isinstance(self.proxy_iterations, bool):
-            raise ValueError(
-                f"proxy_iterations: expected 0, 1, 2 or 4; got {self.proxy_iterations!r}"
-            )
+            value = getattr(self, name)
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         _check_choice("proxy_seed_rule", self.proxy_seed_rule, ("farthest_pair", "endpoint_order"))
         _check_choice("proxy_update_rule", self.proxy_update_rule, ("mean", "medoid"))
-        _check_choice("mean_mode", self.mean_mode, ("raw", "input_unit", "metric_unit"))
+        object.__setattr__(self, "order_mode", self.options.order_mode)
         _check_choice("moment_mode", self.moment_mode, ("raw", "unit"))
         _check_choice("m2_side", self.m2_side, ("both", "query", "key", "none"))
-        _check_choice(
-            "m2_estimator",
-            self.m2_estimator,
-            (
-                "hilbert_midpoint",
-                "flat64_block_mean",
-                "flat64_midpoint_1",
-                "flat64_midpoint_2",
-                "flat64_midpoint_4",
-                "flat64_mean_diag",
-                "full",
-            ),
-        )
+        _check_choice("m2_estimator", self.m2_estimator, M2_ESTIMATORS)
+        _check_choice("m2_factor", self.m2_factor, ("cholesky", "eigh"))
         _check_choice("layout_reuse", self.layout_reuse, ("independent", "q_from_k", "k_from_q"))
-        if not (math.isfinite(self.ridge) and self.ridge >= 0):
+        if isinstance(self.ridge, bool) or not (math.isfinite(self.ridge) and self.ridge >= 0):
             raise ValueError(f"ridge: expected a finite number >= 0, got {self.ridge!r}")
-        if self.distance == "euclidean" and self.aggregation == "max":
-            raise ValueError("aggregation: max needs distance='cosine', got 'euclidean'")
-        if self.distance == "euclidean" and self.mean_mode != "raw":
+        if self.frozen_remainder is not None and type(self.frozen_remainder) is not bool:
             raise ValueError(
-                f"mean_mode: {self.mean_mode} needs distance='cosine', got 'euclidean'"
+                f"frozen_remainder: expected None or a bool, got {self.frozen_remainder!r}"
             )
 
 
@@ -225,6 +218,16 @@ class PackedConfig:
         """Whether skipped blocks are summarised around anchors rather than by plain means."""
         levels, target = self.virtual_query_levels_up, self.virtual_query_target_blocks
         return levels is not None or target is not None
+
+    @property
+    def virtual_query_rule(self) -> tuple[int | None, int | None, int, int]:
+        """Return what chooses the anchors' level: levels up, target, smallest and largest node."""
+        return (
+            self.virtual_query_levels_up,
+            self.virtual_query_target_blocks,
+            self.virtual_query_min_blocks,
+            self.virtual_query_max_blocks,
+        )
 
     @property
     def local_radius(self) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from solspark import _checks
+from solspark.ops import _triton
 from solspark.ops._dispatch import describe, never_declines, pick, register
-from solspark.types import BLOCK
+from solspark.types import BLOCK, AttentionCall
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -43,6 +46,7 @@ def anchors(
     Source: spec/spark.md section 3.1.
     """
     _check(query_means, ranges)
+    query_means = _checks.last_dim_contiguous(query_means)
     call = describe(None, query_means.transpose(1, 2), parents=len(ranges))
     choice = pick("anchors", call, impl)
     out = choice.run(query_means, tuple(ranges), dtype)
@@ -83,4 +87,35 @@ def _run_eager(query_means: Tensor, ranges: Ranges, dtype: torch.dtype) -> Tenso
     return out
 
 
+@functools.lru_cache(maxsize=256)
+def _block_ranges(ranges: Ranges, device: torch.device) -> Tensor:
+    """Return int32 [P, 2] ranges in blocks; cached, since a copy to the device waits for it."""
+    blocks = [(start // BLOCK, stop // BLOCK) for start, stop in ranges]
+    return torch.tensor(blocks, dtype=torch.int32, device=device)
+
+
+def _run_triton(query_means: Tensor, ranges: Ranges, dtype: torch.dtype) -> Tensor:
+    """Enter through the custom op, so that torch.compile keeps one node."""
+    return _launch(query_means, _block_ranges(ranges, query_means.device), dtype)
+
+
+@torch.library.custom_op("solspark::anchors", mutates_args=())
+def _launch(query_means: Tensor, ranges: Tensor, dtype: torch.dtype) -> Tensor:
+    """Launch the Triton kernel."""
+    from solspark.kernels.anchors import launch_anchors
+
+    return launch_anchors(query_means, ranges, dtype)
+
+
+@_launch.register_fake
+def _(query_means, ranges, dtype):
+    batch, heads, _, dim = query_means.shape
+    return query_means.new_empty((batch, ranges.shape[0], heads, dim), dtype=dtype)
+
+
+def _triton_reasons(call: AttentionCall) -> list[str]:
+    return _triton.obstacles(call, dtypes=(torch.float32,))
+
+
 register("anchors", "eager", never_declines, _run_eager)
+register("anchors", "triton", _triton_reasons, _run_triton)

@@ -7,8 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from solspark.ops._dispatch import describe, never_declines, pick, register
-from solspark.types import BLOCK, block_count
+from solspark import _checks
+from solspark.ops import _triton
+from solspark.ops._dispatch import describe, needs_grad, never_declines, pick, register
+from solspark.types import BLOCK, AttentionCall, block_count
 
 WORKSPACE_BYTES = 1 << 28
 """Bytes of temporaries that the eager implementation aims at; parents and heads are chunked to
@@ -66,8 +68,13 @@ def reweight(
     if block_tokens not in (8, BLOCK):
         raise ValueError(f"block_tokens: expected 8 or {BLOCK}, got {block_tokens!r}")
     scale = 1.0 / math.sqrt(key.shape[-1]) if scale is None else scale
+    anchors, key, value = (_checks.last_dim_contiguous(x) for x in (anchors, key, value))
     call = describe(
-        anchors.select(1, 0)[:, None], key, query_tokens=key.shape[1], parents=anchors.shape[1]
+        None,
+        key,
+        parents=anchors.shape[1],
+        tail="query" if block_tokens == BLOCK else "block8x8",
+        requires_grad=needs_grad(anchors, key, value),
     )
     choice = pick("reweight", call, impl)
     result = choice.run(
@@ -220,4 +227,48 @@ def _summarise(
     return ak, av, lm
 
 
+@torch.library.custom_op("solspark::reweight", mutates_args=())
+def _launch(
+    anchors: Tensor,
+    key: Tensor,
+    value: Tensor,
+    summary_math: str,
+    logmass_key: str,
+    reweight_components: str,
+    scale: float,
+    block_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the Triton kernel."""
+    from solspark.kernels.reweight import launch_reweight
+
+    return launch_reweight(
+        anchors,
+        key,
+        value,
+        summary_math=summary_math,
+        logmass_key=logmass_key,
+        reweight_components=reweight_components,
+        scale=scale,
+        block_tokens=block_tokens,
+    )
+
+
+@_launch.register_fake
+def _(anchors, key, value, summary_math, logmass_key, reweight_components, scale, block_tokens):
+    batch, tokens, heads, dim = key.shape
+    shape = (batch, anchors.shape[1], heads, block_count(tokens, block_tokens))
+    keys = key.new_empty((*shape, dim))
+    return keys, torch.empty_like(keys), key.new_empty(shape, dtype=torch.float32)
+
+
+def _run_triton(anchors: Tensor, key: Tensor, value: Tensor, **options) -> tuple[Tensor, ...]:
+    """Enter through the custom op, so that torch.compile keeps one node."""
+    return _launch(anchors, key, value, **options)
+
+
+def _triton_reasons(call: AttentionCall) -> list[str]:
+    return _triton.obstacles(call)
+
+
 register("reweight", "eager", never_declines, _run_eager)
+register("reweight", "triton", _triton_reasons, _run_triton)

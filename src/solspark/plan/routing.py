@@ -1,7 +1,9 @@
 """Routes of packed attention: which video blocks each query block reads exactly.
 
 All of them obey one budget rule: exactly t candidate blocks a row, `plan.select.budget` of the
-ratio, ties to the lower index; sinks and the local band come on top. Source: spec/spark.md section 4.
+ratio, ties to the lower index; sinks and the local band come on top.
+
+Source: spec/spark.md section 4.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +20,7 @@ from torch import Tensor
 from solspark.ops.score_blocks import score_blocks, thresholds
 from solspark.ops.select_blocks import plan_from_mask, select_blocks
 from solspark.plan.layout import PackedLayout
-from solspark.types import BLOCK, BlockPlan, block_count
+from solspark.types import BLOCK, BlockPlan
 
 LOG2_E = 1.4426950408889634
 
@@ -334,18 +337,17 @@ def _band(layout: PackedLayout, radius: int, device: torch.device) -> Tensor:
     return (rows[:, None] - columns[None]).abs() <= radius
 
 
-def density(route: PackedRoute, layout: PackedLayout) -> dict[str, int | float | str | None]:
-    """Return the densities that a budget implies; they need no read from the device."""
+def density(mode: str, top_k: int | None, layout: PackedLayout) -> dict[str, Any]:
+    """Return the geometry and the densities that a budget implies, without the device."""
     sinks = layout.key_blocks - layout.candidates
-    t = route.top_k
     return {
-        "mode": route.mode,
+        "mode": mode,
         "block": BLOCK,
         "key_blocks": layout.key_blocks,
         "candidate_blocks": layout.candidates,
         "query_blocks": layout.query_blocks,
         "sink_blocks": sinks,
-        "target_top_k": t,
-        "video_density": None if t is None else t / layout.candidates,
-        "packed_density": None if t is None else (t + sinks) / block_count(layout.tokens),
+        "target_top_k": top_k,
+        "video_density": None if top_k is None else top_k / layout.candidates,
+        "packed_density": None if top_k is None else (top_k + sinks) / layout.key_blocks,
     }

@@ -1,0 +1,43 @@
+"""What every Triton implementation needs of a call; the operations add their own obstacles."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+
+from solspark.types import AttentionCall
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def obstacles(
+    call: AttentionCall,
+    *,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    head_dims: Sequence[int] = (64, 128),
+) -> list[str]:
+    """Return why a Triton kernel for these types and head dims cannot serve the call."""
+    found = []
+    if call.device_type != "cuda":
+        found.append(f"Triton kernels run on CUDA and ROCm devices, not on {call.device_type}")
+    elif not triton_is_installed():
+        found.append("triton is not installed")
+    elif torch.version.hip is None and (call.capability or (0, 0)) < (8, 0):
+        found.append(f"compute capability {call.capability} is below 8.0")
+    if call.dtype not in dtypes:
+        words = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        found.append(f"dtype {str(call.dtype).removeprefix('torch.')} is none of {words}")
+    if call.head_dim not in head_dims:
+        found.append(f"head dim {call.head_dim} is none of {', '.join(map(str, head_dims))}")
+    if call.requires_grad:
+        found.append("it has no backward")
+    return found
+
+
+@functools.cache
+def triton_is_installed() -> bool:
+    """Say whether triton can be imported, without importing it."""
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,177 @@
+"""Every implementation of reweight and anchors against the float64 oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from solspark.errors import UnsupportedError
+from solspark.ops import reweight as reweight_module
+from solspark.ops.anchors import anchors
+from solspark.ops.reweight import reweight
+from solspark.reference.anchors import anchors as anchors_reference
+from solspark.reference.reweight import reweight as reference
+from solspark.testing import (
+    LAYOUTS,
+    assert_close_to_oracle,
+    make_qkv,
+    nan_filled_allocations,
+)
+
+COMPONENTS = ("full", "weights_only", "bias_only", "none")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+def check(result, anchor, key, value, **options):
+    oracle = reference(anchor.double(), key.double(), value.double(), **options)
+    peer = reference(anchor, key, value, **options)
+    # The log mass is a small difference of log sum exp and this; it is judged by their size.
+    shift = torch.einsum("bphd,bphnd->bphn", anchor.double(), oracle[0]) / key.shape[-1] ** 0.5
+    shifts = (0.0, 0.0, shift)
+    for name, actual, wanted, same, offset in zip(
+        ("keys", "values", "log_mass"), result, oracle, peer, shifts, strict=True
+    ):
+        assert actual.dtype == same.dtype, name
+        judged = actual if name != "log_mass" else (actual.double() + offset).float()
+        assert_close_to_oracle(judged, wanted + offset, same.double() + offset, name=name)
+
+
+def make(dtype, parents, tokens=137, heads=3, dim=64, wide=False, seed=0, device="cpu", amp=1.0):
+    _, key, value = make_qkv(2, tokens, heads, dim, dtype=dtype, seed=seed, amplitude=amp)
+    more, _, _ = make_qkv(2, 2 * parents, heads, dim, dtype=dtype, seed=seed + 1)
+    anchor = more.float()[:, ::2] if wide else more[:, ::2]
+    return tuple(x.to(device) for x in (anchor, key, value))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("parents", [1, 3, 19])
+@pytest.mark.parametrize("wide", [False, True], ids=["same", "fp32"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_close_to_the_oracle(dtype, wide, parents, device):
+    anchor, key, value = make(dtype, parents, wide=wide, device=device)
+    for components in COMPONENTS:
+        for logmass_key in ("stored", "pre_round"):
+            for summary_math in ("tensorcore", "comfy_fp32"):
+                options = {
+                    "reweight_components": components,
+                    "logmass_key": logmass_key,
+                    "summary_math": summary_math,
+                }
+                check(reweight(anchor, key, value, **options), anchor, key, value, **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block_tokens", [8, 64])
+@pytest.mark.parametrize("tokens", [1, 7, 8, 63, 64, 65, 128, 200])
+def test_ragged_lengths(tokens, block_tokens, device):
+    anchor, key, value = make(torch.float16, 2, tokens=tokens, device=device)
+    with nan_filled_allocations():
+        result = reweight(anchor, key, value, block_tokens=block_tokens)
+    check(result, anchor, key, value, block_tokens=block_tokens)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("components", COMPONENTS)
+def test_large_and_zero_inputs_stay_finite(components, device):
+    for dtype in (torch.float16, torch.bfloat16):
+        anchor, key, value = make(dtype, 3, device=device)
+        for a, k, v in (
+            (anchor * 300, key * 300, value),
+            (anchor * 0, key, value),
+            (anchor, key * 0, value * 0),
+        ):
+            result = reweight(a, k, v, reweight_components=components)
+            check(result, a, k, v, reweight_components=components)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_change_nothing(layout, device):
+    def run(layout):
+        anchor, key, value = (
+            x.to(device) if layout == "contiguous" else x
+            for x in make_qkv(2, 150, 3, 64, dtype=torch.float16, layout=layout)
+        )
+        return reweight(anchor[:, 3:9:2], key, value)
+
+    if device == "cuda" and layout != "contiguous":
+        pytest.skip("the factory makes these layouts on the CPU")
+    with nan_filled_allocations():
+        strided = run(layout)
+    for one, other in zip(strided, run("contiguous"), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("workspace", [1, 2**16, 2**20])
+def test_chunks_are_as_close(monkeypatch, workspace):
+    anchor, key, value = make(torch.float32, 19, heads=5)
+    monkeypatch.setattr(reweight_module, "WORKSPACE_BYTES", workspace)
+    check(reweight(anchor, key, value), anchor, key, value)
+
+
+def test_batch_entries_are_independent():
+    anchor, key, value = make(torch.float32, 3)
+    both = reweight(anchor, key, value)
+    for sample in range(2):
+        alone = reweight(*(x[sample : sample + 1] for x in (anchor, key, value)))
+        for one, other in zip(both, alone, strict=True):
+            assert torch.equal(one[sample : sample + 1], other)
+
+
+def test_errors_name_the_argument():
+    anchor, key, value = make(torch.float16, 3)
+    cases = [
+        ((anchor[:, :, :2], key, value), {}, r"anchors: expected \[2, P, 3, 64\]"),
+        ((anchor[:, :0], key, value), {}, "anchors: expected"),
+        ((anchor.bfloat16(), key, value), {}, "anchors: expected torch.float16 or float32"),
+        ((anchor, key, value[:, 1:]), {}, "value: expected torch.float16"),
+        ((anchor, key, value.float()), {}, "value: expected torch.float16"),
+        ((anchor, key[:, :0], value[:, :0]), {}, "key: expected no empty dimension"),
+        ((anchor, key.int(), value.int()), {}, "key: expected a floating-point"),
+        ((anchor, key[0], value[0]), {}, r"key: expected a floating-point \[B, T, H, D\]"),
+        ((anchor, key, value), {"summary_math": "fp8"}, "summary_math: expected one of"),
+        ((anchor, key, value), {"logmass_key": "x"}, "logmass_key: expected one of"),
+        ((anchor, key, value), {"reweight_components": "x"}, "reweight_components: expected"),
+        ((anchor, key, value), {"block_tokens": 16}, "block_tokens: expected 8 or 64, got 16"),
+    ]
+    for arguments, options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            reweight(*arguments, **options)
+
+
+def test_triton_declines_on_the_cpu():
+    anchor, key, value = make(torch.float16, 3)
+    with pytest.raises(UnsupportedError, match="not on cpu"):
+        reweight(anchor, key, value, impl="triton")
+    with pytest.raises(UnsupportedError, match="not on cpu"):
+        anchors(torch.zeros(1, 1, 1, 64), [(0, 64)], dtype=torch.float32, impl="triton")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [(0, 64 * 150)],
+        [(0, 64 * 40), (64 * 40, 64 * 41), (64 * 41, 64 * 150)],
+        [(64 * block, 64 * block + 64) for block in range(150)],
+        [(64 * block, 64 * block + 64) for block in range(3, 9)],
+    ],
+    ids=["one", "three", "blocks", "some blocks"],
+)
+def test_anchors(ranges, dtype, device):
+    means = torch.randn(2, 3, 150, 64, generator=torch.Generator().manual_seed(1)) + 0.5
+    with nan_filled_allocations():
+        result = anchors(means.to(device), ranges, dtype=dtype)
+    oracle = anchors_reference(means.double(), ranges, dtype=torch.float64)
+    assert_close_to_oracle(result, oracle, anchors_reference(means, ranges, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [[], [(0, 0)], [(0, 65)], [(1, 65)], [(0, 64), (128, 192)], [(64, 128), (0, 64)], [(0, 256)]],
+)
+def test_anchor_ranges_are_checked(ranges):
+    with pytest.raises(ValueError, match="ranges"):
+        anchors(torch.zeros(1, 1, 3, 64), ranges, dtype=torch.float32)

@@ -243,7 +243,7 @@ def test_query_dependent_masks_pool_both_ways():
     column = torch.ones(1, 1, length, 1, dtype=torch.bool)
     column[:, :, 128:256] = False
     assert visible_tiles(column, length, 128, 64).flatten().tolist() == [True, False, True]
-    with pytest.raises(ValueError, match="attn_mask.*300"):
+    with pytest.raises(ValueError, match=r"attn_mask.*300"):
         visible_tiles(torch.ones(7, dtype=torch.bool), length, 128, 64)
 
 

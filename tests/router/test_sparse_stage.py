@@ -91,7 +91,7 @@ def test_the_context_counts_modular_and_classic_ticks():
     for completed in range(2):
         context.tick(completed + 1)
     assert context.step == 2 and context.forwards == 6
-    with pytest.raises(ValueError, match="step.*-1"):
+    with pytest.raises(ValueError, match=r"step.*-1"):
         context.set_step(-1)
 
 

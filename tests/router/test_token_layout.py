@@ -85,7 +85,7 @@ def test_stream_ids_are_known_by_the_models_that_diffusers_has():
 def test_segments_join_and_vanish_and_are_checked():
     layout = layout_from_segments([("text", 3), ("pad", 0), ("text", 4), ("video", 5), ("pad", 2)])
     assert spans(layout) == [("text", 0, 7), ("video", 7, 12), ("pad", 12, 14)]
-    with pytest.raises(ValueError, match="segments.*-1"):
+    with pytest.raises(ValueError, match=r"segments.*-1"):
         layout_from_segments([("text", -1)])
     with pytest.raises(ValueError, match="at least one token"):
         layout_from_segments([("text", 0)])
@@ -97,7 +97,7 @@ def test_padding_inside_a_segment():
     assert segments == [("text", 2), ("pad", 3), ("text", 1), ("pad", 1)]
     layout = layout_from_segments([*segments, ("video", 9)])
     assert layout.kinds == ("text", "pad", "text", "pad", "video") and layout.length == 16
-    with pytest.raises(ValueError, match="live.*one dimension"):
+    with pytest.raises(ValueError, match=r"live.*one dimension"):
         live_segments("text", live[None])
 
 

@@ -11,12 +11,14 @@ and the children keep the order that their tokens had in the parent.
 Numerics, for every implementation:
 - Squared norms are summed in float64 and rounded once to float32; 1 / max(sqrt(norm), 1e-12) is
   taken in float32.
-- Directions are fitted in float64 and rounded to float32; landmark distances and landmark scores
-  are rounded to float32 before they are compared, so that equal landmarks tie.
+- Directions are fitted in float64. What is compared on the way (distances, landmark scores) and
+  the directions themselves are rounded to multiples of 2^-40 of their scale: far above the noise of
+  float64 sums, so that the order of summation decides nothing and what is equal ties, and far below
+  anything that matters.
 - score_precision "fp16" (the default): x / |x| is formed in float32 and rounded to float16, d is
   rounded to float16, and their dot product is exact (its terms are multiples of 2^-48 below 2),
-  rounded once to float32. "fp32": float64 throughout, rounded once to float32. The euclidean
-  distance always scores like "fp32".
+  rounded once to float32. "fp32": float64 throughout, rounded to multiples of 2^-40 and then to
+  float32. The euclidean distance always scores like "fp32".
 - -0.0 counts as +0.0. A row whose float32 squared norm is not finite scores NaN, which sorts after
   everything, and as a landmark it counts as the zero vector.
 - Ties go to the lower token id, landmark or pair, whichever is compared.
@@ -47,6 +49,7 @@ GROUP_SIZES = (1, 2, 4, 8)
 LANDMARK_COUNTS = (32, 64, 128, 256)
 MEAN_MODES = ("raw", "input_unit", "metric_unit")
 SMALLEST_NORM = 1e-12
+GRAIN = 2.0**-40
 
 
 @dataclass(frozen=True)
@@ -240,6 +243,21 @@ def inverse_norms(rows: Tensor) -> Tensor:
     return inverse.masked_fill(~squares.isfinite(), math.nan)
 
 
+def snap(values: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+    """Round to multiples of 2^-40 of `scale`, a power of two."""
+    return (values / scale / GRAIN).round() * GRAIN * scale
+
+
+def squared_scale(centres: Tensor) -> Tensor:
+    """Return the power of two just above the largest squared norm of centres [..., K, D], or 1.
+
+    It has the shape [..., 1]: the scale of squared distances between them.
+    """
+    largest = centres.square().sum(-1).amax(-1, keepdim=True)
+    scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
+    return torch.where(largest > 0, scale, 1.0)
+
+
 def order_key(value: float) -> tuple[int, float]:
     """Return a key that sorts floats by their canonical bits: -0.0 is +0.0, NaN comes last."""
     return (1, 0.0) if math.isnan(value) else (0, value + 0.0)
@@ -333,7 +351,7 @@ def fit_proxy(
     left, right = centres[first], centres[second]
     left_weights = right_weights = weights
     for _ in range(max(1, options.proxy_iterations)):
-        deltas = (_token_scores(centres, left, right, options.distance)).float().tolist()
+        deltas = _token_scores(centres, centres, left, right, options.distance).tolist()
         left_weights = [0] * len(weights)
         room = left_capacity
         for index in sorted(active, key=lambda item: (order_key(deltas[item]), item)):
@@ -342,17 +360,18 @@ def fit_proxy(
         right_weights = [w - lw for w, lw in zip(weights, left_weights, strict=True)]
         if options.proxy_iterations == 0:
             break
-        left = _update(centres, distances, left_weights, options.update_rule)
-        right = _update(centres, distances, right_weights, options.update_rule)
+        left = _update(centres, distances, left_weights, options)
+        right = _update(centres, distances, right_weights, options)
     return Fit(left, right, left_weights, right_weights)
 
 
 def _landmark_distances(centres: Tensor, distance: str) -> list[list[float]]:
-    """Return the distance of every pair of landmarks, rounded to float32."""
+    """Return the distance of every pair of landmarks."""
     if distance == "cosine":
         units = unit(centres)
-        return (1 - units @ units.T).float().tolist()
-    return (centres[:, None] - centres[None]).square().sum(-1).float().tolist()
+        return snap(1 - units @ units.T).tolist()
+    squares = (centres[:, None] - centres[None]).square().sum(-1)
+    return snap(squares, squared_scale(centres)).tolist()
 
 
 def _seeds(distances: list[list[float]], active: list[int], rule: str) -> tuple[int, int]:
@@ -365,26 +384,27 @@ def _seeds(distances: list[list[float]], active: list[int], rule: str) -> tuple[
     return max(pairs, key=lambda pair: (order_key(distances[pair[0]][pair[1]]), -pair[0], -pair[1]))
 
 
-def _token_scores(rows: Tensor, left: Tensor, right: Tensor, distance: str) -> Tensor:
-    """Return the float64 score of rows [n, D] against two centres; low is left."""
+def _token_scores(
+    rows: Tensor, centres: Tensor, left: Tensor, right: Tensor, distance: str
+) -> Tensor:
+    """Return the float64 score of rows [n, D] against two sides of the centres; low is left."""
     if distance == "cosine":
-        return unit(rows) @ (unit(right) - unit(left))
-    return 2 * (rows @ (right - left)) + left.square().sum() - right.square().sum()
+        return snap(unit(rows) @ (unit(right) - unit(left)))
+    scores = 2 * (rows @ (right - left)) + left.square().sum() - right.square().sum()
+    return snap(scores, squared_scale(centres))
 
 
-def _update(centres: Tensor, distances: list[list[float]], weights: list[int], rule: str) -> Tensor:
+def _update(
+    centres: Tensor, distances: list[list[float]], weights: list[int], options: ReblockOptions
+) -> Tensor:
     """Return the weighted mean or medoid of the landmarks."""
-    if rule == "mean":
-        weight = torch.tensor(weights, dtype=torch.float64)
+    weight = torch.tensor(weights, dtype=torch.float64)
+    if options.update_rule == "mean":
         return weight @ centres / weight.sum()
-    costs = {
-        i: torch.tensor(
-            sum(d * w for d, w in zip(distances[i], weights, strict=True)), dtype=torch.float64
-        ).float()
-        for i, weight in enumerate(weights)
-        if weight > 0
-    }
-    return centres[min(costs, key=lambda i: (order_key(float(costs[i])), i))]
+    scale = squared_scale(centres) if options.distance == "euclidean" else 1.0
+    costs = snap(torch.tensor(distances, dtype=torch.float64) @ weight / weight.sum(), scale)
+    active = [index for index, weight in enumerate(weights) if weight > 0]
+    return centres[min(active, key=lambda index: (float(costs[index]), index))]
 
 
 def score_atoms(rows: Tensor, centres: Tensor, fit: Fit, options: ReblockOptions) -> list[float]:
@@ -404,7 +424,7 @@ def score_atoms(rows: Tensor, centres: Tensor, fit: Fit, options: ReblockOptions
     """
     bad = ~squared_norms(rows).isfinite()
     if options.distance == "euclidean":
-        scores = _token_scores(rows.double(), fit.left, fit.right, "euclidean").float()
+        scores = _token_scores(rows.double(), centres, fit.left, fit.right, "euclidean").float()
     elif options.aggregation == "linear":
         direction = unit(fit.right) - unit(fit.left)
         scores = _cosines(rows, direction[None], options.score_precision)[:, 0]
@@ -420,10 +440,11 @@ def score_atoms(rows: Tensor, centres: Tensor, fit: Fit, options: ReblockOptions
 
 def _cosines(rows: Tensor, directions: Tensor, precision: str) -> Tensor:
     """Return x / |x| . d in float32 [n, m] for rows [n, D] and directions float64 [m, D]."""
+    directions = snap(directions)
     if precision == "fp16":
         units = (rows.float() * inverse_norms(rows)[:, None]).half().double()
         return (units @ directions.float().half().double().T).float()
-    return (unit(rows.double()) @ directions.T).float()
+    return snap(unit(rows.double()) @ directions.T).float()
 
 
 def split_node(

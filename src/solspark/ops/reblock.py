@@ -1,0 +1,277 @@
+"""Group video tokens into blocks of 64 by a landmark tree, on any device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from solspark.ops import _dispatch
+from solspark.ops._reblock_eager import run_eager
+from solspark.reference.hierarchy import CapacityHierarchy, capacity_hierarchy
+from solspark.reference.reblock import (
+    ReblockOptions,
+    ReblockResult,
+    as_result,
+    inverse_norms,
+    squared_norms,
+)
+from solspark.types import BLOCK, AttentionCall, TokenGrid
+
+__all__ = [
+    "CapacityHierarchy",
+    "ReblockOptions",
+    "ReblockResult",
+    "capacity_hierarchy",
+    "inverse_norms",
+    "reblock",
+    "resolve_options",
+]
+
+OPTION_NAMES = tuple(field.name for field in fields(ReblockOptions))
+
+
+def resolve_options(**options: Any) -> ReblockOptions:
+    """Return ReblockOptions from keywords, `fanout` being another name of `max_children`.
+
+    Raises:
+        TypeError: an unknown option.
+        ValueError: a bad value, or fanout and max_children that differ.
+    """
+    fanout = options.pop("fanout", None)
+    if options.get("max_children", 0) is None:
+        del options["max_children"]
+    unknown = sorted(set(options) - set(OPTION_NAMES))
+    if unknown:
+        raise TypeError(f"{unknown[0]}: reblock has no option of this name")
+    if fanout is not None:
+        if options.get("max_children", fanout) != fanout:
+            raise ValueError(
+                "fanout: conflicting values of fanout and max_children, got "
+                f"{fanout!r} and {options['max_children']!r}"
+            )
+        options["max_children"] = fanout
+    return ReblockOptions(**options)
+
+
+def as_grid(grid_shape: TokenGrid | Sequence[int], tokens: int) -> TokenGrid:
+    """Return the grid of `tokens` tokens, or raise ValueError."""
+    if isinstance(grid_shape, TokenGrid):
+        grid = grid_shape
+    else:
+        sizes = tuple(grid_shape) if isinstance(grid_shape, (list, tuple, torch.Size)) else ()
+        if len(sizes) != 3 or any(type(size) is not int or size < 1 for size in sizes):
+            raise ValueError(
+                f"grid_shape: expected three positive ints (F, H, W), got {grid_shape!r}"
+            )
+        grid = TokenGrid(*sizes)
+    if grid.tokens != tokens:
+        raise ValueError(
+            f"grid_shape: expected a product of {tokens} tokens, got {grid.as_tuple()} = "
+            f"{grid.tokens}"
+        )
+    return grid
+
+
+def reblock(
+    samples: Tensor,
+    *,
+    grid_shape: TokenGrid | Sequence[int],
+    options: ReblockOptions | None = None,
+    validate: bool = True,
+    fitting_samples: Tensor | None = None,
+    excluded_indices: Tensor | None = None,
+    input_inverse_norms: Tensor | None = None,
+    return_inverse: bool = True,
+    index_dtype: torch.dtype = torch.int64,
+    impl: str | None = None,
+) -> ReblockResult:
+    """Group the tokens of every leading index into blocks of 64 with alike features.
+
+        node -> K landmarks -> a binary topology over its m children -> a direction d a split
+        score s = x / |x| . d;  the `capacity` lowest (s, token id) go left, the others right
+
+    Args:
+        samples: [..., T, D], T >= 64; float16 or bfloat16 on a GPU, any floating type on the CPU.
+            Leading indices are independent problems.
+        grid_shape: (frames, height, width); the product is T.
+        options: of the tree; None takes the defaults.
+        validate: raise on rows without a finite norm, and check the result. Waits for the device;
+            changes nothing in the result.
+        fitting_samples: shape and dtype of `samples`: all decisions of the tree read it, while the
+            choice of the T % 64 excluded tokens keeps reading `samples`.
+        excluded_indices: int [..., T % 64], the excluded tokens instead of those with the largest
+            norm.
+        input_inverse_norms: float32 [..., T], 1 / |row| of the original tokens, for mean_mode
+            "input_unit".
+        return_inverse: also compute the inverse permutation.
+        index_dtype: int64 or int32.
+        impl: "eager", "triton" or None for the best that can serve.
+
+    Returns:
+        ReblockResult.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a shape, dtype or value that is not as described; with `validate` also rows that
+            are not finite and excluded_indices that repeat or lie outside [0, T).
+        RuntimeError: with `validate`, when the result is no permutation.
+        UnsupportedError: the implementation asked for cannot serve.
+
+    Numerics: `solspark.reference.reblock`. On the CPU the permutation is that of the reference; an
+        implementation that sums scores in float32 may swap tokens whose scores agree to its
+        rounding.
+
+    Source: spec/spark.md section 1.
+    """
+    options = ReblockOptions() if options is None else options
+    _check_samples(samples)
+    tokens, dim = samples.shape[-2:]
+    grid = as_grid(grid_shape, tokens)
+    if index_dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"index_dtype: expected torch.int32 or torch.int64, got {index_dtype}")
+    leading = samples.shape[:-2]
+    trees = math.prod(leading)
+    if fitting_samples is not None:
+        if fitting_samples.shape != samples.shape or fitting_samples.dtype != samples.dtype:
+            raise ValueError(
+                f"fitting_samples: expected {samples.dtype} {tuple(samples.shape)}, got "
+                f"{fitting_samples.dtype} {tuple(fitting_samples.shape)}"
+            )
+        fitting_samples = fitting_samples.detach().reshape(trees, tokens, dim)
+    excluded = _check_excluded(excluded_indices, leading, tokens, samples.device, validate)
+    norms = _check_norms(input_inverse_norms, options, leading, tokens)
+    rows = samples.detach().reshape(trees, tokens, dim)
+    if validate:
+        _check_finite("samples", rows)
+        if fitting_samples is not None:
+            _check_finite("fitting_samples", fitting_samples)
+
+    hierarchy = options.hierarchy(tokens // BLOCK)
+    call = describe_call(trees, tokens, dim, samples)
+    choice = _dispatch.pick("reblock", call, impl)
+    permutation = choice.run(rows, fitting_samples, excluded, norms, grid, options)
+    choice.record()
+    if validate:
+        check_permutation(permutation)
+    inverse = invert(permutation).to(index_dtype) if return_inverse else None
+    permutation = permutation.to(index_dtype).reshape(*leading, tokens)
+    if inverse is not None:
+        inverse = inverse.reshape(*leading, tokens)
+    return as_result(permutation, inverse, hierarchy, options)
+
+
+def describe_call(trees: int, tokens: int, dim: int, like: Tensor) -> AttentionCall:
+    """Return what an implementation must know of the shapes: every tree counts as one head."""
+    return AttentionCall(
+        batch=1,
+        query_tokens=tokens,
+        key_tokens=tokens,
+        heads=trees,
+        head_dim=dim,
+        dtype=like.dtype,
+        device_type=like.device.type,
+        capability=_dispatch.capability(like.device),
+        last_dim_contiguous=like.stride(-1) == 1,
+    )
+
+
+def invert(permutation: Tensor) -> Tensor:
+    """Return the inverse of permutations [R, T]."""
+    places = torch.arange(
+        permutation.shape[-1], dtype=permutation.dtype, device=permutation.device
+    ).expand_as(permutation)
+    return torch.empty_like(permutation).scatter_(-1, permutation.long(), places)
+
+
+def check_permutation(permutation: Tensor) -> None:
+    """Raise RuntimeError unless every row [R, T] holds every token once. Waits for the device."""
+    expected = torch.arange(permutation.shape[-1], device=permutation.device)
+    if not bool((permutation.sort(-1).values == expected).all()):
+        raise RuntimeError("reblock: the result is no permutation of the tokens; please report it")
+
+
+def _check_samples(samples: Any) -> None:
+    """Raise unless samples are [..., T >= 64, D] of a type that the device's trees take."""
+    if not isinstance(samples, Tensor):
+        raise TypeError(f"samples: expected a tensor [..., T, D], got {type(samples).__name__}")
+    if samples.ndim < 2:
+        raise ValueError(f"samples: expected [..., T, D], got shape {tuple(samples.shape)}")
+    if not samples.dtype.is_floating_point:
+        raise ValueError(f"samples: expected a floating dtype, got {samples.dtype}")
+    if samples.device.type == "cuda" and samples.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"samples: expected torch.float16 or torch.bfloat16 on a GPU, got {samples.dtype}"
+        )
+    if samples.shape[-2] < BLOCK or samples.shape[-1] < 1:
+        raise ValueError(
+            f"samples: expected [..., T >= {BLOCK}, D >= 1], got shape {tuple(samples.shape)}"
+        )
+
+
+def _check_excluded(
+    excluded: Tensor | None,
+    leading: torch.Size,
+    tokens: int,
+    device: torch.device,
+    validate: bool,
+) -> Tensor | None:
+    """Return the excluded ids as int64 [R, T % 64], or None."""
+    if excluded is None:
+        return None
+    if not isinstance(excluded, Tensor):
+        raise TypeError(f"excluded_indices: expected a tensor, got {type(excluded).__name__}")
+    count, trees = tokens % BLOCK, math.prod(leading)
+    if tuple(excluded.shape) not in {(*leading, count), (trees, count)}:
+        raise ValueError(
+            f"excluded_indices: expected shape {(*leading, count)}, got {tuple(excluded.shape)}"
+        )
+    if excluded.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"excluded_indices: expected torch.int32 or torch.int64, got {excluded.dtype}"
+        )
+    excluded = excluded.to(device=device, dtype=torch.int64).reshape(trees, count)
+    if count and (validate or device.type == "cpu"):
+        if bool(((excluded < 0) | (excluded >= tokens)).any()):
+            raise ValueError(f"excluded_indices: expected ids in [0, {tokens}), got others")
+        if bool((excluded.sort(-1).values.diff(dim=-1) == 0).any()):
+            raise ValueError("excluded_indices: expected distinct ids, got a duplicate")
+    return excluded
+
+
+def _check_norms(
+    norms: Tensor | None, options: ReblockOptions, leading: torch.Size, tokens: int
+) -> Tensor | None:
+    """Return the inverse norms of the original tokens as float32 [R, T], or None."""
+    if options.mean_mode != "input_unit":
+        if norms is not None:
+            raise ValueError(
+                "input_inverse_norms: needs mean_mode='input_unit', got "
+                f"mean_mode={options.mean_mode!r}"
+            )
+        return None
+    if norms is None:
+        raise ValueError("input_inverse_norms: mean_mode='input_unit' needs it, got None")
+    if tuple(norms.shape) != (*leading, tokens):
+        raise ValueError(
+            f"input_inverse_norms: expected shape {(*leading, tokens)}, got {tuple(norms.shape)}"
+        )
+    return norms.detach().float().reshape(-1, tokens)
+
+
+def _check_finite(name: str, rows: Tensor) -> None:
+    """Raise ValueError if a row [R, T, D] has no finite squared norm. Waits for the device."""
+    # One tree at a time: the float64 copy of all of them would not fit beside the features.
+    bad = int(sum((~squared_norms(tree).isfinite()).sum() for tree in rows))
+    if bad:
+        raise ValueError(
+            f"{name}: expected rows whose squared norm is finite in float32, got {bad} that are "
+            "not (NaN, infinite or too large)"
+        )
+
+
+_dispatch.register("reblock", "eager", _dispatch.never_declines, run_eager)

@@ -1,0 +1,246 @@
+"""The eager landmark tree gives the reference's permutation, whatever the options."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from solspark.errors import UnsupportedError
+from solspark.ops import _reblock_eager
+from solspark.ops import reblock as ops
+from solspark.reference import reblock as reference
+from solspark.reference.hierarchy import FANOUT_MODES
+from solspark.reference.initial_order import INITIAL_ORDERS
+from solspark.reference.reblock import ReblockOptions
+from solspark.types import TokenGrid
+
+
+def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def assert_same(x: torch.Tensor, grid: TokenGrid, options: ReblockOptions, **extra) -> None:
+    expected = reference.reblock(x, grid=grid, options=options, **extra)
+    got = ops.reblock(x, grid_shape=grid, options=options, validate=False, **extra)
+    assert got.permutation.equal(expected.permutation)
+    assert expected.inverse_permutation is not None and got.inverse_permutation is not None
+    assert got.inverse_permutation.equal(expected.inverse_permutation)
+    assert got.excluded_indices.equal(expected.excluded_indices)
+    assert got.block_indices.equal(expected.block_indices)
+    assert got.split_stats == expected.split_stats
+    assert got.hierarchy == expected.hierarchy
+
+
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "initial_order": st.sampled_from(INITIAL_ORDERS),
+        "order_mode": st.sampled_from(["parent_order", "scalar_order"]),
+        "group_size": st.sampled_from([1, 2, 4, 8, (8, 4), (4, 1)]),
+        "max_children": st.sampled_from([2, 4, 8, 16, 32, (4, 8)]),
+        "fanout_mode": st.sampled_from(FANOUT_MODES),
+        "root_fanout": st.sampled_from([2, 8, 16]),
+        "landmark_mode": st.sampled_from(["midpoint", "mean"]),
+        "landmark_count": st.sampled_from([32, 64, 128]),
+        "proxy_iterations": st.sampled_from([0, 1, 2, 4]),
+        "seed_rule": st.sampled_from(["farthest_pair", "endpoint_order"]),
+        "update_rule": st.sampled_from(["mean", "medoid"]),
+        "score_precision": st.sampled_from(["fp16", "fp32"]),
+        "geometry": st.sampled_from(
+            [
+                {"distance": "euclidean"},
+                {"aggregation": "max"},
+                {"mean_mode": "metric_unit"},
+                {"mean_mode": "input_unit"},
+            ]
+        ),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    drawn=OPTIONS,
+    grid=st.builds(TokenGrid, st.integers(1, 9), st.integers(8, 11), st.integers(8, 11)),
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]),
+    heads=st.integers(1, 3),
+    # Few distinct values make many ties.
+    levels=st.sampled_from([None, 2, 1]),
+)
+def test_equals_the_reference(drawn, grid, seed, dtype, heads, levels):
+    drawn = dict(drawn)
+    options = ReblockOptions(**drawn.pop("geometry", {}), **drawn)
+    x = gaussian(heads, grid.tokens, 8, seed=seed, dtype=dtype)
+    if levels is not None:
+        x = (x * levels).round() / levels
+    extra = {}
+    if options.mean_mode == "input_unit":
+        extra["input_inverse_norms"] = reference.inverse_norms(gaussian(heads, grid.tokens, 4))
+    assert_same(x, grid, options, **extra)
+
+
+@pytest.mark.parametrize("distance", ["cosine", "euclidean"])
+@pytest.mark.parametrize("tokens", [64, 130, 512])
+def test_equals_the_reference_at_the_published_sizes(tokens: int, distance: str):
+    grid = {64: TokenGrid(4, 4, 4), 130: TokenGrid(1, 10, 13), 512: TokenGrid(8, 8, 8)}[tokens]
+    options = ReblockOptions(distance=distance, initial_order="hilbert_hwt")
+    assert_same(gaussian(3, tokens, 128), grid, options)
+
+
+def test_equals_the_reference_for_a_clip_of_many_levels():
+    grid = TokenGrid(7, 23, 29)
+    assert_same(gaussian(2, grid.tokens, 128, dtype=torch.bfloat16), grid, ReblockOptions())
+
+
+def test_chunks_of_trees_do_not_show(monkeypatch: pytest.MonkeyPatch):
+    grid, x = TokenGrid(4, 9, 11), gaussian(2, 3, 396, 16)
+    whole = ops.reblock(x, grid_shape=grid)
+    monkeypatch.setitem(_reblock_eager.CHUNK_BYTES, "cpu", 1)
+    assert ops.reblock(x, grid_shape=grid).permutation.equal(whole.permutation)
+    assert whole.permutation.shape == (2, 3, 396)
+
+
+def test_given_excluded_tokens_and_fitting_samples():
+    grid, x = TokenGrid(3, 7, 19), gaussian(2, 399, 16)
+    excluded = torch.stack([torch.randperm(399, generator=torch.manual_seed(i)) for i in (0, 1)])
+    extra = {"excluded_indices": excluded[:, :15], "fitting_samples": gaussian(2, 399, 16, seed=3)}
+    assert_same(x, grid, ReblockOptions(initial_order="hilbert_wht"), **extra)
+    narrow = ops.reblock(x, grid_shape=grid, excluded_indices=excluded[:, :15].int())
+    assert narrow.excluded_indices.sort(-1).values.equal(excluded[:, :15].sort(-1).values)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e25])
+def test_rows_without_a_norm_raise_when_validated_and_sort_last_otherwise(bad: float):
+    grid, x = TokenGrid(3, 10, 11), gaussian(2, 330, 8)
+    x[1, 17, 3] = bad
+    with pytest.raises(ValueError, match=r"samples: .* norm is finite.* got 1"):
+        ops.reblock(x, grid_shape=grid)
+    assert_same(x, grid, ReblockOptions())
+    # With a remainder such rows go there first: they count as the largest norm.
+    assert 17 in ops.reblock(x, grid_shape=grid, validate=False).excluded_indices[1]
+    with pytest.raises(ValueError, match="fitting_samples: expected rows"):
+        ops.reblock(gaussian(2, 330, 8), fitting_samples=x, grid_shape=grid)
+    for mode in ("mean", "midpoint"):
+        x[0] = bad
+        assert_same(x, grid, ReblockOptions(landmark_mode=mode, group_size=2))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 99), st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
+def test_validation_changes_nothing(seed: int, dtype: torch.dtype):
+    grid, x = TokenGrid(3, 10, 11), gaussian(2, 330, 8, seed=seed, dtype=dtype)
+    one = ops.reblock(x, grid_shape=grid, validate=True)
+    assert one.permutation.equal(ops.reblock(x, grid_shape=grid, validate=False).permutation)
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 1e-30, 1e3, 3e4])
+def test_any_magnitude_gives_a_permutation(magnitude: float):
+    grid = TokenGrid(3, 10, 11)
+    for dtype in (torch.float16, torch.bfloat16):
+        assert_same(gaussian(1, 330, 8, dtype=dtype) * magnitude, grid, ReblockOptions())
+
+
+def test_views_of_any_stride_are_read():
+    grid = TokenGrid(2, 9, 11)
+    fused = gaussian(2, 198, 3, 5, 16)  # B, T, q/k/v, H, D
+    view = fused[:, :, 1].transpose(1, 2)
+    assert not view.is_contiguous()
+    got = ops.reblock(view, grid_shape=grid)
+    assert got.permutation.equal(ops.reblock(view.contiguous(), grid_shape=grid).permutation)
+    every_second = gaussian(198, 32)[:, ::2]
+    expected = ops.reblock(every_second.contiguous(), grid_shape=grid)
+    assert ops.reblock(every_second, grid_shape=grid).permutation.equal(expected.permutation)
+
+
+def test_int32_indices_are_the_same_permutation_and_the_inverse_is_optional():
+    grid, x = TokenGrid(3, 10, 11), gaussian(330, 8)
+    wide = ops.reblock(x, grid_shape=(3, 10, 11))
+    narrow = ops.reblock(x, grid_shape=grid, index_dtype=torch.int32, return_inverse=False)
+    assert narrow.permutation.dtype == torch.int32
+    assert narrow.permutation.long().equal(wide.permutation)
+    assert narrow.inverse_permutation is None
+    assert wide.permutation.dtype == torch.int64
+
+
+def test_gradients_are_neither_needed_nor_recorded():
+    x = gaussian(128, 8).requires_grad_()
+    assert not ops.reblock(x, grid_shape=(1, 8, 16)).permutation.requires_grad
+
+
+def test_repeats_are_equal():
+    grid, x = TokenGrid(6, 10, 11), gaussian(2, 660, 64, dtype=torch.bfloat16)
+    first = ops.reblock(x, grid_shape=grid).permutation
+    assert all(ops.reblock(x, grid_shape=grid).permutation.equal(first) for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"samples": [1.0]}, TypeError, "samples: expected a tensor"),
+        ({"samples": torch.zeros(128, 4).int()}, ValueError, "samples: expected a floating dtype"),
+        ({"samples": torch.zeros(128)}, ValueError, "samples: expected .*\\(128,\\)"),
+        (
+            {"samples": torch.zeros(63, 4), "grid_shape": (1, 7, 9)},
+            ValueError,
+            "samples: .*T >= 64",
+        ),
+        ({"samples": torch.zeros(128, 0)}, ValueError, "samples: .*D >= 1"),
+        ({"grid_shape": (1, 8, 17)}, ValueError, "grid_shape: expected a product of 128"),
+        ({"grid_shape": (1, 128)}, ValueError, "grid_shape: expected three positive ints"),
+        ({"grid_shape": (1.0, 8, 16)}, ValueError, "grid_shape: expected three positive ints"),
+        ({"grid_shape": (True, 8, 16)}, ValueError, "grid_shape: expected three positive ints"),
+        ({"fitting_samples": torch.zeros(128, 5)}, ValueError, "fitting_samples: expected"),
+        ({"fitting_samples": torch.zeros(128, 4).half()}, ValueError, "fitting_samples: expected"),
+        ({"excluded_indices": torch.zeros(1).long()}, ValueError, "excluded_indices: .*\\(0,\\)"),
+        ({"excluded_indices": [3]}, TypeError, "excluded_indices: expected a tensor"),
+        ({"index_dtype": torch.int16}, ValueError, "index_dtype: "),
+        ({"input_inverse_norms": torch.ones(128)}, ValueError, "input_inverse_norms: needs"),
+        ({"options": ReblockOptions(mean_mode="input_unit")}, ValueError, "input_inverse_norms: "),
+        ({"impl": "hopper"}, UnsupportedError, "reblock with impl='hopper'"),
+        ({"impl": "numpy"}, ValueError, "impl: expected one of"),
+    ],
+)
+def test_errors_name_the_argument(arguments: dict, error: type[Exception], message: str):
+    call = {"samples": torch.zeros(128, 4), "grid_shape": (1, 8, 16), **arguments}
+    with pytest.raises(error, match=message):
+        ops.reblock(call.pop("samples"), **call)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [([5, 5], "duplicate"), ([-1, 5], "in \\[0, 130\\)"), ([5, 130], "in \\[0, 130\\)")],
+)
+def test_bad_excluded_tokens(ids: list[int], message: str):
+    with pytest.raises(ValueError, match=f"excluded_indices: .*{message}"):
+        ops.reblock(torch.zeros(130, 4), grid_shape=(1, 10, 13), excluded_indices=torch.tensor(ids))
+
+
+def test_a_broken_permutation_is_reported():
+    with pytest.raises(RuntimeError, match="no permutation"):
+        ops.check_permutation(torch.tensor([[0, 1, 1]]))
+
+
+def test_resolving_options():
+    assert ops.resolve_options().max_children == 8
+    assert ops.resolve_options(fanout=16).max_children == 16
+    assert ops.resolve_options(fanout=16, max_children=16).max_children == 16
+    assert ops.resolve_options(max_children=None, fanout=[16, 8]).max_children == (16, 8)
+    with pytest.raises(ValueError, match="fanout: conflicting"):
+        ops.resolve_options(fanout=16, max_children=8)
+    with pytest.raises(TypeError, match="fan_out: "):
+        ops.resolve_options(fan_out=8)
+
+
+def test_ordered_bits_sort_like_the_reference_keys():
+    values = torch.tensor([math.nan, -math.nan, math.inf, 3e-45, 0.0, -0.0, -1.5, -math.inf])
+    bits = _reblock_eager.ordered_bits(values).tolist()
+    ranks = [reference.order_key(float(value)) for value in values]
+    for i in range(len(bits)):
+        for j in range(len(bits)):
+            assert (bits[i] < bits[j]) == (ranks[i] < ranks[j])

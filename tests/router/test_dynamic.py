@@ -55,7 +55,9 @@ def test_small_calls_are_not_sliced():
 
 
 @pytest.mark.parametrize("slice_bytes", [4 * 30 * 37 * 8, 2 * 30 * 37 * 8, 10 * 37 * 8, 37 * 8])
-@pytest.mark.parametrize("kind", ["plain", "causal", "key mask", "full mask", "float mask", "scale"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "causal", "key mask", "full mask", "float mask", "scale"]
+)
 def test_slices_equal_one_call(slice_bytes, kind):
     q, k, v = tensors()
     generator = torch.Generator().manual_seed(1)

@@ -60,7 +60,8 @@ def test_a_selection_cannot_be_combined_with_a_mask():
 @COMPILER
 @pytest.mark.slow
 def test_a_selection_through_the_compiled_entry_on_the_cpu():
-    # Ragged, so that the last tiles are partial. One compilation: the other paths are tested on a GPU.
+    # Ragged, so that the last tiles are partial. One compilation: the other paths are tested on a
+    # GPU.
     q, k, v = tensors(700)
     selection = select_adaptive(q, k, SelectorSpec(budget=0.25))
     sparse = flex()(q, k, v, selection=selection)

@@ -7,7 +7,17 @@ a Sol-only user never imports Spark.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from h3_sparse_attention.spark import spark_block, spark_reblock, spark_reweight
+    from solspark.integrations.h3_config import H3SparseAttentionConfig
+    from solspark.integrations.minimax_h3 import (
+        H3SparseAttentionPlugin,
+        install_h3_sol_attn,
+        install_h3_spark_attn,
+        install_h3_sparse_attention,
+    )
 
 _HOMES = {
     "H3SparseAttentionConfig": "solspark.integrations.h3_config",

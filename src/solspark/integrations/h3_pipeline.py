@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,8 +94,15 @@ def load_h3_pipeline(
     require_modular_pipeline()
     from diffusers import MiniMaxH3ModularPipeline
 
-    pipe = MiniMaxH3ModularPipeline.from_pretrained(os.fspath(name), workflow=workflow)
-    pipe.load_components(dtype=dtype)
+    with warnings.catch_warnings():
+        # diffusers' audio autoencoder builds on torch's old weight_norm; not the caller's business.
+        warnings.filterwarnings("ignore", message=".*weight_norm", category=FutureWarning)
+        pipe = MiniMaxH3ModularPipeline.from_pretrained(os.fspath(name), workflow=workflow)
+        pipe.load_components(dtype=dtype)
+    if getattr(pipe, "text_encoder", None) is None:
+        # A folder saved without its text encoder: `prompt_embeds` become an input of the pipeline.
+        blocks: Any = pipe._blocks
+        blocks.sub_blocks.pop("text_encoder", None)
     return pipe.to(device)
 
 
@@ -133,8 +141,9 @@ def generate_clip(
 ) -> GeneratedClip:
     """Generate one clip: `steps` transformer evaluations from seeded noise, then decode.
 
-    A pipeline without a text encoder (the tiny one) gets prompt embeddings made from the words
-    of the prompt.
+    A pipeline without a text encoder (the tiny one) gets stand-in embeddings made from the words
+    of the prompt, unless `prompt_embeds` and `text_token_tags` are given. Other models than the
+    tiny one cannot read them, so that is said in a warning.
 
     Args:
         pipe: a MiniMax-H3 modular pipeline.
@@ -161,15 +170,22 @@ def generate_clip(
     accepted = {parameter.name for parameter in pipe.blocks.inputs}
     if "prompt" in accepted:
         inputs["prompt"] = prompt
-    else:
-        from .tiny_h3 import embed_prompt
+    elif "prompt_embeds" not in inputs:
+        from .tiny_h3 import embed_prompt, is_tiny
 
         _, transformer = loaded_transformer(pipe)
+        if not is_tiny(transformer):
+            warnings.warn(
+                "the pipeline has no text encoder: the words of the prompt become random "
+                "embeddings, which the model cannot read; pass prompt_embeds and text_token_tags",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         embeds, tags = embed_prompt(prompt, int(transformer.config.text_dim))  # type: ignore[attr-defined]
         parameter = next(transformer.parameters())
         device = getattr(pipe, "_execution_device", parameter.device)
-        inputs.setdefault("prompt_embeds", embeds.to(device, _text_dtype(transformer)))
-        inputs.setdefault("text_token_tags", tags)
+        inputs["prompt_embeds"] = embeds.to(device, _text_dtype(transformer))
+        inputs["text_token_tags"] = tags
 
     with _progress(pipe, on_step, steps), _silent_loop(pipe):
         result = pipe(

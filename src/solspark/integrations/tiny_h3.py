@@ -26,6 +26,9 @@ __all__ = [
     "load_h3_pipeline",
 ]
 
+TINY_WIDTHS = (32, 192)
+"""Text channels and residual channels of the tiny transformer."""
+
 TINY_CALL: dict[str, Any] = {
     "height": 96,
     "width": 160,
@@ -70,13 +73,13 @@ def build_tiny_h3_transformer(
         transformer = module.MiniMaxH3Transformer3DModel(
             num_attention_heads=heads,
             attention_head_dim=128,
-            hidden_size=192,
+            hidden_size=TINY_WIDTHS[1],
             num_layers=layers,
             num_refiner_layers=1,
             ffn_dim=256,
             in_channels=4,
             audio_in_channels=8,
-            text_dim=32,
+            text_dim=TINY_WIDTHS[0],
             freq_dim=16,
             time_embed_hidden_dim=48,
             time_embed_dim=32,
@@ -171,6 +174,11 @@ def build_tiny_h3_pipeline(
         audio_scheduler=MiniMaxH3Scheduler(shift=3.0),
     )
     return pipe, dict(TINY_CALL)
+
+
+def is_tiny(transformer: Any) -> bool:
+    """Say whether a transformer has the dimensions of the tiny one, whose text means nothing."""
+    return (transformer.config.text_dim, transformer.config.hidden_size) == TINY_WIDTHS
 
 
 def embed_prompt(prompt: str, text_dim: int) -> tuple[Tensor, Tensor]:

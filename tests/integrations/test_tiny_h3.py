@@ -1,0 +1,196 @@
+"""The tiny pipeline: a real diffusers pipeline, with and without sparse attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from solspark.integrations.h3_pipeline import (
+    GeneratedClip,
+    generate_clip,
+    load_h3_pipeline,
+    loaded_transformer,
+)
+from solspark.integrations.minimax_h3 import install_h3_sol_attn, install_h3_spark_attn
+from solspark.integrations.tiny_h3 import (
+    TINY_INSTALL,
+    build_tiny_h3_pipeline,
+    build_tiny_h3_transformer,
+    embed_prompt,
+)
+
+pytest.importorskip("transformers")
+
+CALL: dict[str, Any] = {"height": 64, "width": 96, "num_frames": 124, "steps": 2, "seed": 0}
+PROMPT = "a cat on a roof"
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    return build_tiny_h3_pipeline()[0]
+
+
+@pytest.fixture(scope="module")
+def dense(pipe: Any) -> GeneratedClip:
+    return generate_clip(pipe, PROMPT, **CALL)
+
+
+@pytest.fixture(scope="module")
+def oracle() -> GeneratedClip:
+    """The same weights with the block stack in float64."""
+    wide, _ = build_tiny_h3_pipeline(dtype=torch.float64)
+    return generate_clip(wide, PROMPT, **CALL)
+
+
+def test_clip(pipe: Any, dense: GeneratedClip) -> None:
+    assert dense.frames.dtype == torch.uint8 and tuple(dense.frames.shape) == (124, 64, 96, 3)
+    assert tuple(dense.latents.shape) == (1, 4, 37, 4, 6)
+    assert dense.audio is not None and dense.audio.shape[0] == 2
+    assert dense.sampling_rate == 32000 and dense.fps == 24
+    again = generate_clip(pipe, PROMPT, **CALL)
+    assert torch.equal(again.latents, dense.latents) and torch.equal(again.frames, dense.frames)
+    other = generate_clip(pipe, "two dogs", **CALL)
+    assert not torch.equal(other.latents, dense.latents)
+    assert not torch.equal(
+        generate_clip(pipe, PROMPT, **{**CALL, "seed": 1}).latents, dense.latents
+    )
+
+
+def test_weights_come_from_the_seed_and_leave_the_global_state_alone() -> None:
+    torch.manual_seed(7)
+    expected = torch.randn(3)
+    torch.manual_seed(7)
+    first, second = build_tiny_h3_transformer(5), build_tiny_h3_transformer(5)
+    assert torch.equal(torch.randn(3), expected)
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    other = build_tiny_h3_transformer(6)
+    assert not torch.equal(other.proj_in.weight, first.proj_in.weight)
+
+
+def test_pinned_modules_stay_float32() -> None:
+    transformer = build_tiny_h3_transformer(dtype=torch.bfloat16)
+    assert transformer.proj_in.weight.dtype == torch.float32
+    assert transformer.transformer_blocks[0].attn.to_q.weight.dtype == torch.bfloat16
+
+
+def test_prompt_embeddings() -> None:
+    cat, tags = embed_prompt("A cat", 32)
+    dog, _ = embed_prompt("a dog", 32)
+    assert tuple(cat.shape) == (1, 3, 32) and tags.tolist() == [1, 1, 1]
+    assert torch.equal(cat[0, :2], dog[0, :2]) and not torch.equal(cat[0, 2], dog[0, 2])
+
+
+def test_progress_and_interrupt(pipe: Any) -> None:
+    seen: list[tuple[int, int]] = []
+    generate_clip(pipe, PROMPT, **CALL, on_step=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 2), (2, 2)]
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate_clip(pipe, PROMPT, **CALL, on_step=stop)
+    assert not pipe.transformer._forward_hooks
+
+
+@pytest.mark.parametrize("steps", [0, True, 2.0])
+def test_steps_are_checked(pipe: Any, steps: Any) -> None:
+    with pytest.raises(ValueError, match="steps: expected an int >= 1"):
+        generate_clip(pipe, PROMPT, **{**CALL, "steps": steps})
+
+
+@pytest.mark.parametrize(
+    ("install", "options"),
+    [
+        (install_h3_sol_attn, {"sol_route_topk_ratio": 1.0}),
+        (install_h3_sol_attn, {"sol_tau": -1e9}),
+        (install_h3_spark_attn, {"topk_ratio": 1.0}),
+        (install_h3_spark_attn, {"sol_route_topk_ratio": None, "sol_tau": -1e9}),
+    ],
+    ids=["sol ratio", "sol tau", "spark ratio", "spark tau"],
+)
+def test_everything_exact_is_dense(
+    pipe: Any,
+    dense: GeneratedClip,
+    oracle: GeneratedClip,
+    install: Any,
+    options: dict[str, Any],
+) -> None:
+    """Grid 37 x 2 x 3: three blocks and thirty rows."""
+    options = {**TINY_INSTALL, "num_denoise_steps": 2, "warmup_ratio": 0.0, **options}
+    with install(pipe, dense_layers=0, **options) as plugin:
+        clip = generate_clip(pipe, PROMPT, **CALL)
+        calls = plugin.summary()["processor_calls"]
+    assert calls["sparse:sol"] == 8
+    for ours, usual, exact in (
+        (clip.latents, dense.latents, oracle.latents),
+        (clip.audio_latents, dense.audio_latents, oracle.audio_latents),
+    ):
+        scale = float(exact.abs().max())
+        for measure in (torch.max, torch.mean):
+            error, rounding = measure((ours - exact).abs()), measure((usual - exact).abs())
+            assert error <= 2 * rounding + torch.finfo(torch.float32).eps * scale
+
+
+def test_spark_clip_and_reset(pipe: Any, dense: GeneratedClip) -> None:
+    with install_h3_spark_attn(pipe, num_denoise_steps=2, **TINY_INSTALL) as plugin:
+        clip = generate_clip(pipe, PROMPT, **CALL)
+        summary = plugin.summary()
+        assert summary["processor_calls"]["dense:warmup"] == 4
+        assert summary["processor_calls"]["sparse:sol"] == 3
+        assert summary["grid"] == (37, 2, 3)
+        # The error keeps its type on its way through the modular pipeline.
+        with pytest.raises(RuntimeError, match=r"second invocation without reset\(\)"):
+            generate_clip(pipe, PROMPT, **CALL)
+        plugin.reset()
+        again = generate_clip(pipe, PROMPT, **CALL)
+    assert torch.equal(again.latents, clip.latents)
+    difference = float((clip.latents - dense.latents).norm() / dense.latents.norm())
+    assert 1e-6 < difference < 0.1
+
+
+def test_keyframes() -> None:
+    pipe, _ = build_tiny_h3_pipeline(workflow="fl2va")
+    keyframes = [
+        torch.randn(1, 4, 1, 4, 6, generator=torch.Generator().manual_seed(i)) for i in (0, 1)
+    ]
+    inputs = {"keyframe_anchors": ("first", "last"), "condition_latents": keyframes}
+    with install_h3_sol_attn(pipe, num_denoise_steps=2) as plugin:
+        clip = generate_clip(pipe, PROMPT, **CALL, **inputs)
+        summary = plugin.summary()
+    assert clip.latents.isfinite().all()
+    assert summary["condition_video_tokens"] == 12 and summary["target_video_tokens"] == 222
+
+
+def test_save_and_load(pipe: Any, dense: GeneratedClip, tmp_path: Path) -> None:
+    pipe.save_pretrained(str(tmp_path), overwrite_modular_index=True)
+    loaded = load_h3_pipeline(tmp_path, torch.float32)
+    clip = generate_clip(loaded, PROMPT, **CALL)
+    assert torch.equal(clip.latents, dense.latents)
+
+
+def test_stand_in_prompts_are_announced(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from solspark.integrations import tiny_h3
+
+    monkeypatch.setattr(tiny_h3, "is_tiny", lambda transformer: False)
+    with pytest.warns(RuntimeWarning, match="no text encoder"):
+        generate_clip(pipe, PROMPT, **CALL)
+    embeds, tags = embed_prompt(PROMPT, 32)
+    generate_clip(pipe, PROMPT, **CALL, prompt_embeds=embeds, text_token_tags=tags)
+
+
+def test_unknown_workflows() -> None:
+    with pytest.raises(ValueError, match="workflow: expected t2va or fl2va, got 'ref2va'"):
+        build_tiny_h3_pipeline(workflow="ref2va")
+    with pytest.raises(ValueError, match="workflow: expected"):
+        load_h3_pipeline("nowhere", workflow="t2v")
+
+
+def test_transformer_of_a_pipeline(pipe: Any) -> None:
+    assert loaded_transformer(pipe) == ("transformer", pipe.transformer)
+    with pytest.raises(TypeError, match="got neither"):
+        loaded_transformer(object())

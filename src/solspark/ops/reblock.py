@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from solspark.reference.hierarchy import CapacityHierarchy, capacity_hierarchy
 from solspark.reference.reblock import (
     ReblockOptions,
     ReblockResult,
-    as_result,
     inverse_norms,
     squared_norms,
 )
+from solspark.reference.reblock import as_result as wrap_permutation
+from solspark.reference.reblock import reblock as reference_reblock
 from solspark.types import BLOCK, AttentionCall, TokenGrid
 
 __all__ = [
@@ -29,7 +30,10 @@ __all__ = [
     "capacity_hierarchy",
     "inverse_norms",
     "reblock",
+    "reblock_by_reference",
     "resolve_options",
+    "squared_norms",
+    "wrap_permutation",
 ]
 
 OPTION_NAMES = tuple(field.name for field in fields(ReblockOptions))
@@ -128,12 +132,97 @@ def reblock(
 
     Source: spec/spark.md section 1.
     """
+    call = _checked(
+        samples,
+        grid_shape,
+        options,
+        validate,
+        fitting_samples,
+        excluded_indices,
+        input_inverse_norms,
+    )
+    if index_dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"index_dtype: expected torch.int32 or torch.int64, got {index_dtype}")
+    trees, tokens, dim = call.samples.shape
+    choice = _dispatch.pick("reblock", describe_call(trees, tokens, dim, samples), impl)
+    permutation = choice.run(
+        call.samples, call.fitting, call.excluded, call.norms, call.grid, call.options
+    )
+    choice.record()
+    if validate:
+        check_permutation(permutation)
+    inverse = invert(permutation).to(index_dtype) if return_inverse else None
+    permutation = permutation.to(index_dtype).reshape(*samples.shape[:-1])
+    if inverse is not None:
+        inverse = inverse.reshape(*samples.shape[:-1])
+    hierarchy = call.options.hierarchy(tokens // BLOCK)
+    return wrap_permutation(permutation, inverse, hierarchy, call.options)
+
+
+def reblock_by_reference(
+    samples: Tensor,
+    *,
+    grid_shape: TokenGrid | Sequence[int],
+    options: ReblockOptions | None = None,
+    validate: bool = True,
+    fitting_samples: Tensor | None = None,
+    excluded_indices: Tensor | None = None,
+    input_inverse_norms: Tensor | None = None,
+) -> ReblockResult:
+    """Compute `reblock` with the reference, on the CPU, after the same checks."""
+    call = _checked(
+        samples,
+        grid_shape,
+        options,
+        validate,
+        fitting_samples,
+        excluded_indices,
+        input_inverse_norms,
+    )
+    result = reference_reblock(
+        call.samples.cpu(),
+        grid=call.grid,
+        options=call.options,
+        fitting_samples=None if call.fitting is None else call.fitting.cpu(),
+        excluded_indices=None if call.excluded is None else call.excluded.cpu(),
+        input_inverse_norms=None if call.norms is None else call.norms.cpu(),
+    )
+    assert result.inverse_permutation is not None
+    shape = samples.shape[:-1]
+    return wrap_permutation(
+        result.permutation.reshape(shape).to(samples.device),
+        result.inverse_permutation.reshape(shape).to(samples.device),
+        result.hierarchy,
+        call.options,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """The checked arguments of one call, leading indices folded into one."""
+
+    samples: Tensor
+    fitting: Tensor | None
+    excluded: Tensor | None
+    norms: Tensor | None
+    grid: TokenGrid
+    options: ReblockOptions
+
+
+def _checked(
+    samples: Tensor,
+    grid_shape: TokenGrid | Sequence[int],
+    options: ReblockOptions | None,
+    validate: bool,
+    fitting_samples: Tensor | None,
+    excluded_indices: Tensor | None,
+    input_inverse_norms: Tensor | None,
+) -> _Call:
+    """Check every argument and fold the leading indices."""
     options = ReblockOptions() if options is None else options
     _check_samples(samples)
     tokens, dim = samples.shape[-2:]
     grid = as_grid(grid_shape, tokens)
-    if index_dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"index_dtype: expected torch.int32 or torch.int64, got {index_dtype}")
     leading = samples.shape[:-2]
     trees = math.prod(leading)
     if fitting_samples is not None:
@@ -150,19 +239,7 @@ def reblock(
         _check_finite("samples", rows)
         if fitting_samples is not None:
             _check_finite("fitting_samples", fitting_samples)
-
-    hierarchy = options.hierarchy(tokens // BLOCK)
-    call = describe_call(trees, tokens, dim, samples)
-    choice = _dispatch.pick("reblock", call, impl)
-    permutation = choice.run(rows, fitting_samples, excluded, norms, grid, options)
-    choice.record()
-    if validate:
-        check_permutation(permutation)
-    inverse = invert(permutation).to(index_dtype) if return_inverse else None
-    permutation = permutation.to(index_dtype).reshape(*leading, tokens)
-    if inverse is not None:
-        inverse = inverse.reshape(*leading, tokens)
-    return as_result(permutation, inverse, hierarchy, options)
+    return _Call(rows, fitting_samples, excluded, norms, grid, options)
 
 
 def describe_call(trees: int, tokens: int, dim: int, like: Tensor) -> AttentionCall:

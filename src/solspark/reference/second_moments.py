@@ -122,22 +122,22 @@ def metric_factor(moments: Tensor, *, kind: str = "cholesky") -> Tensor:
 
     Args:
         moments: [B, H, D, D], symmetric.
-        kind: one of `FACTORS`. Both give the same inner products. Without a ridge a moment of few
+        kind: one of `FACTORS`. Both give the same inner products. Without a ridge the moment of few
             samples is singular, and only "eigh" factors it.
 
     Returns:
         The same shape and dtype. A moment whose trace is zero has the factor zero: nobody looks,
-        all are alike.
+        all are alike. Where Cholesky fails, the factor is the root of the diagonal.
 
     Source: spec/spark.md section 2.
     """
     if kind == "eigh":
         values, vectors = torch.linalg.eigh(moments)
         return vectors * values.clamp(min=0).sqrt()[..., None, :]
-    empty = (moments.diagonal(dim1=-2, dim2=-1).sum(-1) == 0)[..., None, None]
-    identity = torch.eye(moments.shape[-1], dtype=moments.dtype, device=moments.device)
-    factor = torch.linalg.cholesky(torch.where(empty, identity, moments))
-    return factor.masked_fill(empty, 0.0)
+    diagonal = moments.diagonal(dim1=-2, dim2=-1)
+    factor, failed = torch.linalg.cholesky_ex(moments, check_errors=False)
+    root = torch.diag_embed(diagonal.clamp(min=0).sqrt())
+    return torch.where((failed != 0)[..., None, None], root, factor)
 
 
 def features(x: Tensor, factor: Tensor) -> Tensor:
@@ -145,16 +145,31 @@ def features(x: Tensor, factor: Tensor) -> Tensor:
 
     Args:
         x: [B, V, H, D].
-        factor: [B, H, D, D], rounded to the type of x before the product.
+        factor: [B, H, D, D], rounded to the type of x before the product. For float16 it is first
+            multiplied by a power of two a head, see `half_range_scale`.
 
     Returns:
         [B, H, V, D] in the type of x: the layout of the trees.
 
-    Numerics: accumulated in float64, rounded once.
+    Numerics: accumulated in float32 (float64 for float64), rounded once.
 
     Source: spec/spark.md section 2.
     """
-    return (x.transpose(1, 2).double() @ factor.to(x.dtype).double()).to(x.dtype)
+    if x.dtype == torch.float16:
+        factor = factor * half_range_scale(factor)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return (x.transpose(1, 2).to(wide) @ factor.to(x.dtype).to(wide)).to(x.dtype)
+
+
+def half_range_scale(factor: Tensor) -> Tensor:
+    """Return the powers of two [B, H, 1, 1] that keep float16 features in range.
+
+    The scaled factor's mean squared row is 2^-9 .. 2^-7, so rows of magnitude 1e3 do not overflow
+    and rows of magnitude 1 stay normal numbers. A tree does not see the scale of its features.
+    """
+    square = factor.square().sum((-2, -1), keepdim=True) / factor.shape[-1]
+    exponent = torch.frexp(square.clamp(min=torch.finfo(factor.dtype).tiny)).exponent
+    return torch.ldexp(torch.ones_like(square), -4 - torch.div(exponent, 2, rounding_mode="floor"))
 
 
 def reblock_features(

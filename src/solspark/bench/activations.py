@@ -1,12 +1,11 @@
 """Queries, keys and values with the structure of video attention, made from a seed on any device.
 
 Gaussian inputs time a fixed budget honestly and say nothing about quality. These inputs are built
-the way a video
-transformer builds its own: shared content fields that vary smoothly over (t, h, w) with several
-correlation lengths, per-head position kernels expressed through the rotary embedding of MiniMax-H3,
-an RMS norm, a few outlier channels, and heads of five kinds (local, spatial, temporal, global,
-text-driven). The strengths are calibrated to the figures that are published for real activations;
-`docs/measured.md` holds targets and results.
+the way a video transformer builds its own: shared content fields that vary smoothly over (t, h, w)
+with several correlation lengths, per-head position kernels expressed through the rotary embedding
+of MiniMax-H3, an RMS norm, a few outlier channels, and heads of five kinds (local, spatial,
+temporal, global, text-driven). The strengths are calibrated to the figures that are published for
+real activations; `docs/measured.md` holds targets and results.
 
 Everything random comes from a counter-based hash, so a value depends on (seed, head, tensor, token,
 channel) alone: the same problem gives the same tensors on a CPU and on a GPU up to float32
@@ -29,14 +28,20 @@ ROTARY_FREQUENCIES = 16
 ROTARY_THETA = 10_000.0
 _FRAME_SPANS = (1, 4, 4, 4, 4)
 _SPATIAL_SPAN = 32.0
-_CONTENT_CHANNELS = 12
+_CONTENT_CHANNELS = 8
 _WORD = 0xFFFFFFFF
+
+VALUE_MEAN = 0.1
+VALUE_FINE = 1.9
+VALUE_NOISE = 0.8
+"""Strengths of a value's constant, finer field and noise beside its content of strength one."""
 
 
 @dataclass(frozen=True)
 class Archetype:
-    """Describe one kind of attention head; shares say what part of a key's energy each component
-    takes.
+    """Describe one kind of attention head.
+
+    A share says what part of a query's and a key's energy a component takes.
 
     Args:
         name: label in reports.
@@ -47,8 +52,8 @@ class Archetype:
         content: share of the content field that queries and keys have in common.
         lengths: (temporal, spatial) correlation lengths of the content, in rotary units, equally
             weighted.
-        private: share of a smooth field that queries and keys do not have in common.
         text: share of the component that draws every query to the text rows.
+        private: share of a smooth field that queries and keys do not have in common.
         noise: share of white noise.
     """
 
@@ -58,21 +63,62 @@ class Archetype:
     reach: tuple[float, float, float]
     content: float
     lengths: tuple[tuple[float, float], ...]
-    private: float
     text: float
-    noise: float
+    private: float = 0.2
+    noise: float = 0.12
 
 
 ARCHETYPES: dict[str, Archetype] = {
     kind.name: kind
     for kind in (
-        Archetype("local", 18.0, (0.18, 0.2, 0.2), (7.0, 2.5, 2.5), 0.2, ((12, 3), (30, 8)), 0.07, 0.05, 0.1),
-        Archetype("spatial", 16.0, (0.3, 0.04, 0.04), (6.0, 8.0, 8.0), 0.35, ((12, 4), (40, 10)), 0.1, 0.05, 0.12),
-        Archetype("temporal", 18.0, (0.03, 0.25, 0.25), (40.0, 2.0, 2.0), 0.2, ((40, 3), (80, 6)), 0.1, 0.05, 0.12),
-        Archetype("global", 16.0, (0.03, 0.03, 0.03), (30.0, 10.0, 10.0), 0.6, ((20, 4), (60, 9)), 0.11, 0.05, 0.15),
-        Archetype("text", 14.0, (0.1, 0.1, 0.1), (12.0, 5.0, 5.0), 0.2, ((20, 4), (60, 9)), 0.1, 0.25, 0.15),
+        Archetype(
+            name="local",
+            sharpness=20.0,
+            position=(0.12, 0.16, 0.16),
+            reach=(10.0, 2.5, 2.5),
+            content=0.45,
+            lengths=((20.0, 2.6), (50.0, 6.3)),
+            text=0.05,
+        ),
+        Archetype(
+            name="spatial",
+            sharpness=20.0,
+            position=(0.16, 0.04, 0.04),
+            reach=(10.0, 5.0, 5.0),
+            content=0.55,
+            lengths=((20.0, 2.6), (50.0, 6.3)),
+            text=0.05,
+        ),
+        Archetype(
+            name="temporal",
+            sharpness=20.0,
+            position=(0.01, 0.2, 0.2),
+            reach=(60.0, 2.0, 2.0),
+            content=0.45,
+            lengths=((40.0, 2.6), (80.0, 6.3)),
+            text=0.05,
+        ),
+        Archetype(
+            name="global",
+            sharpness=22.5,
+            position=(0.02, 0.02, 0.02),
+            reach=(30.0, 10.0, 10.0),
+            content=0.7,
+            lengths=((25.0, 2.6), (60.0, 5.3)),
+            text=0.05,
+        ),
+        Archetype(
+            name="text",
+            sharpness=19.0,
+            position=(0.05, 0.05, 0.05),
+            reach=(15.0, 5.0, 5.0),
+            content=0.55,
+            lengths=((25.0, 2.6), (60.0, 6.3)),
+            text=0.2,
+        ),
     )
-}  # fmt: skip
+}
+"""Calibrated together with the strengths of the values below; docs/measured.md has the table."""
 
 HEAD_PATTERN = (
     "local",
@@ -377,11 +423,6 @@ def _value(scene: _Scene, content: Tensor, head: int) -> Tensor:
     value += VALUE_NOISE * scene.white(dim, head, 84)
     value[:, [5, 77 % dim]] *= 4.0
     return value
-
-
-VALUE_MEAN = 0.5
-VALUE_FINE = 0.7
-VALUE_NOISE = 0.5
 
 
 def video_activations(

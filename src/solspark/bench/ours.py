@@ -302,27 +302,24 @@ def _judge_summaries(
 
 @method("plan", "reblock", "layout_reuse", "landmark_count", "impl")
 def _plan_reblock(inputs: Inputs, options: dict[str, Any]) -> Case:
-    """Build the reordering of Q and K: moments, features, trees."""
-    plan_reblock, config_class = _optional("solspark.plan.reblock", "plan_reblock", "ReblockConfig")
+    """Build the order of Q's and K's video rows: moments, features, trees."""
+    (plan_orders,) = _optional("solspark.methods.spark_order", "plan_orders")
+    (config_class,) = _optional("solspark.methods.spark_config", "ReblockConfig")
     known = call_options(options)
     impl = known.pop("impl", None)
     config = config_class(**known)
-    video = inputs.problem.video_tokens
-
-    def run() -> Any:
-        return plan_reblock(
-            inputs.query[:, :video],
-            inputs.key[:, :video],
-            grid=inputs.problem.grid,
-            config=config,
-            impl=impl,
-        )
-
-    return Case(run=run, judge=_judge_permutations)
+    state: dict[Any, Any] = {}
+    return Case(
+        run=lambda: plan_orders(
+            inputs.query, inputs.key, inputs.problem.grid, config, state, impl=impl
+        ),
+        judge=lambda orders: _judge_permutations((orders.query, orders.key)),
+        warmup=4,
+    )
 
 
-def _judge_permutations(result: Any) -> Verdict:
-    """Judge that every permutation found in a result is a bijection."""
+def _judge_permutations(result: tuple[Tensor, ...]) -> Verdict:
+    """Judge that every permutation is a bijection."""
     for permutation in result:
         ordered = permutation.sort(-1).values
         count = torch.arange(permutation.shape[-1], device=permutation.device)
@@ -342,7 +339,7 @@ def packed_config(method_name: str, options: dict[str, Any]) -> Any:
     )
     known = call_options(options)
     known.pop("impl", None)
-    preset = known.pop("preset", "default")
+    preset = options.get("preset") or "default"
     if method_name == "sol":
         base = packed(
             topk_ratio=None, reblock=None, virtual_query_levels_up=None, force_local_blocks=None
@@ -357,57 +354,56 @@ def packed_config(method_name: str, options: dict[str, Any]) -> Any:
     return replace(base, **known)
 
 
-def _packed(name: str) -> Callable[[Inputs, dict[str, Any]], Case]:
-    """Return the builder of packed attention, Sol or Spark."""
+def packed_case(name: str, inputs: Inputs, options: dict[str, Any]) -> Case:
+    """Return the case of packed attention, Sol or Spark."""
+    (packed_attention,) = _optional("solspark.methods.spark", "packed_attention")
+    config = packed_config(name, options)
+    problem = inputs.problem
+    dense = best_dense(inputs.device)
+    state: dict[Any, Any] = {}
+    records: list[Any] = []
 
-    def build(inputs: Inputs, options: dict[str, Any]) -> Case:
-        (packed_attention,) = _optional("solspark.methods.spark", "packed_attention")
-        config = packed_config(name, options)
-        problem = inputs.problem
-        dense = best_dense(inputs.device)
-        state: dict[Any, Any] = {}
-        records: list[Any] = []
-
-        def run(chosen: Any = config) -> Tensor:
-            out, record = packed_attention(
-                inputs.query,
-                inputs.key,
-                inputs.value,
-                video_tokens=problem.video_tokens,
-                grid=problem.grid,
-                config=chosen,
-                dense=dense,
-                cache=state,
-                impl=options.get("impl"),
-            )
-            records[:] = [record]
-            return out
-
-        def judge(out: Tensor) -> Verdict:
-            """Pass if everything-exact equals dense, and the result itself lies where a sum must."""
-            everything = run(replace(config, topk_ratio=1.0))
-            exact = gate_output(everything, inputs.query, inputs.key, inputs.value, inputs.sample)
-            if not exact.passed:
-                return Verdict(f"everything exact against dense: {exact.gate}", exact.relative_l2)
-            return judge_near(inputs, out, 1.0)
-
-        return Case(
-            run=run,
-            judge=judge,
-            density=lambda out: _record_density(records[0]),
-            error=lambda out: error_against_dense(inputs, out),
+    def run(chosen: Any = config) -> Tensor:
+        out, record = packed_attention(
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            video_tokens=problem.video_tokens,
+            grid=problem.grid,
+            config=chosen,
+            dense=dense,
+            cache=state,
+            impl=options.get("impl"),
         )
+        records[:] = [record]
+        return out
 
-    return build
+    def judge(out: Tensor) -> Verdict:
+        """Pass if everything-exact equals dense, and the result is no farther than nothing."""
+        record = records[0]
+        everything = run(replace(config, topk_ratio=1.0))
+        records[:] = [record]
+        exact = gate_output(everything, inputs.query, inputs.key, inputs.value, inputs.sample)
+        if not exact.passed:
+            return Verdict(f"everything exact against dense: {exact.gate}", exact.relative_l2)
+        return judge_near(inputs, out, 1.0)
+
+    return Case(
+        run=run,
+        judge=judge,
+        density=lambda out: _record_density(records[0]),
+        error=lambda out: error_against_dense(inputs, out),
+    )
 
 
-def _record_density(record: Any) -> float | None:
-    """Return the packed density of a record of packed attention, if it tells one."""
-    for name in ("packed_density", "density"):
-        value = getattr(record, name, None)
-        if isinstance(value, (int, float)):
-            return float(value)
-    return None
+def _record_density(record: Any) -> float:
+    """Return the share of block pairs that the sparse rows read exactly."""
+    return float(record.density)
+
+
+def _packed(name: str) -> Callable[[Inputs, dict[str, Any]], Case]:
+    """Return the builder of `packed_case` for a method."""
+    return lambda inputs, options: packed_case(name, inputs, options)
 
 
 for _level in ("layer", "call"):

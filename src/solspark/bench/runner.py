@@ -25,18 +25,18 @@ from solspark.bench.case import METHODS, Case, Method, Unavailable, methods_of
 from solspark.bench.gate import Verdict
 from solspark.bench.inputs import KINDS, PRECISIONS, Inputs, make_inputs
 from solspark.bench.problems import PROBLEMS, Problem, get_problem
+from solspark.bench.report import baselines, speed_up
 from solspark.bench.rows import Row
 from solspark.bench.timing import measure, synchronize
 from solspark.ops._dispatch import collect_records
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LEVELS = ("attend", "call", "layer", "plan", "reweight", "dit", "checks")
-CASE_MODULES = ("baselines", "ours", "peers", "checks", "dit")
+LEVELS = ("attend", "call", "layer", "plan", "reweight", "dit", "checks", "quality")
+CASE_MODULES = ("baselines", "ours", "peers", "checks", "dit", "quality")
 SUBCOMMANDS = {
     "report": "solspark.bench.report",
     "plots": "solspark.bench.plots",
     "quality": "solspark.bench.quality",
-    "calibrate": "solspark.bench.calibrate",
 }
 """First word of the command line -> the module whose `main(arguments, program)` takes the rest."""
 
@@ -48,6 +48,7 @@ DEFAULT_METHODS = {
     "reweight": "spark_reweight",
     "dit": "dense-cudnn,spark,sol,dense-default,no-attention",
     "checks": "sol,spark",
+    "quality": "recall,sol,spark",
 }
 CPU_METHODS = {
     "attend": "sol,dense-default",
@@ -63,9 +64,24 @@ AXIS_DEFAULTS: dict[str, list[Any]] = {
     "token_aug": [None],
     "parents": [1, 17],
     "primed": [False, True],
+    "order": ["given", "reblocked"],
+    "reweight_components": [None],
     "check": ["determinism", "strided", "rows", "graph"],
 }
 CPU = torch.device("cpu")
+COLUMNS = (
+    "problem",
+    "level",
+    "method",
+    "options",
+    "ms",
+    "x dense",
+    "TFLOP/s",
+    "density",
+    "GiB",
+    "error",
+    "gate",
+)
 ROUTES = ("topk_ratio", "tau")
 SWEPT = (*ROUTES, "lists", "tail", "impl", "preset", "token_aug", "parents", "check")
 """Options with a flag of their own."""
@@ -120,7 +136,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     cuda = torch.cuda.is_available()
     parse = argparse.ArgumentParser(
         prog=program,
-        description="Measure named problems: correctness gate first, then time, one JSON line a row.",
+        description="Measure named problems: gate first, then time, one JSON line a row.",
         epilog="Further commands: " + ", ".join(SUBCOMMANDS) + f" ({program} COMMAND --help).",
     )
     add = parse.add_argument
@@ -397,21 +413,27 @@ class Session:
         limit = self.settings.budget_s
         return self.stopped is not None or (limit is not None and self.elapsed > limit)
 
-    def run(self) -> None:
-        """Measure everything the settings ask for."""
+    def run(self, parts: Sequence[Settings] | None = None) -> None:
+        """Measure everything the settings ask for.
+
+        Args:
+            parts: settings that differ in methods and sweeps alone, to be taken one after another
+                on the same inputs; None for the session's own.
+        """
         for problem in self.settings.problems:
-            self._problem(problem)
+            self._problem(problem, [self.settings] if parts is None else parts)
         if self.skipped:
             reason = self.stopped or f"{self.settings.budget_s:g} s are over"
             self.say(f"{self.skipped} rows not taken: {reason}; --run {self.settings.run} resumes")
 
-    def _problem(self, problem: Problem) -> None:
+    def _problem(self, problem: Problem, parts: Sequence[Settings]) -> None:
         settings = self.settings
         wanted = [
             (method, options)
-            for level in settings.levels
-            for method in selected(level, settings)
-            for options in expand(method, settings)
+            for part in parts
+            for level in part.levels
+            for method in selected(level, part)
+            for options in expand(method, part)
         ]
         if settings.heads is not None:
             problem = replace(problem, heads=min(settings.heads, problem.heads))
@@ -469,6 +491,13 @@ class Session:
             self.say(f"[{self.elapsed:5.0f} s] {label(item)}: {outcome(item)}")
 
 
+def told_error(row: Row) -> str:
+    """Return the error of a row in words, or nothing."""
+    names = {"relative_l2": "rel L2", "mass_recall": "recall"}
+    told = [(names[key], value) for key, value in (row.error or {}).items() if key in names]
+    return ", ".join(f"{name} {value:.4f}" for name, value in told)
+
+
 def label(row: Row) -> str:
     """Return "problem level method options" in few words."""
     shown = " ".join(f"{k}={v}" for k, v in row.options.items() if (k, v) != ("inputs", "gaussian"))
@@ -483,45 +512,25 @@ def outcome(row: Row) -> str:
     if row.ms is not None:
         parts = [f"{row.ms:.3f} ms (iqr {row.iqr_ms or 0:.3f})"]
     if row.tflops is not None:
-        parts.append(f"{row.tflops:.0f} TFLOP/s")
+        parts.append(f"{row.tflops:.3g} TFLOP/s")
     if row.density is not None:
         parts.append(f"density {row.density:.4f}")
     if row.peak_gib is not None:
         parts.append(f"peak {row.peak_gib:.2f} GiB")
     if row.error is not None:
-        parts.append(f"rel L2 {row.error['relative_l2']:.4f}")
+        parts.append(told_error(row))
     return ", ".join([*parts, row.implementation or ""]).rstrip(", ")
 
 
-def table(rows: Iterable[Row]) -> list[list[str]]:
+def table(rows: Iterable[Row], *, untimed: bool = False) -> list[list[str]]:
     """Return the rows as cells, a header first; speed-ups are against dense cuDNN of the same
     problem.
     """
-    rows = [row for row in rows if row.ms is not None or not row.passed]
-    base: dict[tuple[str, str], float] = {}
+    rows = [row for row in rows if untimed or row.ms is not None or not row.passed]
+    base = baselines(rows)
+    cells = [list(COLUMNS)]
     for row in rows:
-        if row.method in ("dense-cudnn", "dense-default") and row.ms is not None:
-            key = (row.problem, "dit" if row.level == "dit" else "")
-            if row.method == "dense-cudnn" or key not in base:
-                base[key] = row.ms
-    cells = [
-        [
-            "problem",
-            "level",
-            "method",
-            "options",
-            "ms",
-            "x dense",
-            "TFLOP/s",
-            "density",
-            "GiB",
-            "rel L2",
-            "gate",
-        ]
-    ]
-    for row in rows:
-        dense = base.get((row.problem, "dit" if row.level == "dit" else ""))
-        comparable = row.level in ("attend", "call", "layer", "dit") and dense and row.ms
+        faster = speed_up(row, base)
         cells.append(
             [
                 row.problem,
@@ -529,11 +538,11 @@ def table(rows: Iterable[Row]) -> list[list[str]]:
                 row.method,
                 " ".join(f"{k}={v}" for k, v in row.options.items() if k != "inputs"),
                 "" if row.ms is None else f"{row.ms:.3f}",
-                f"{dense / row.ms:.2f}" if comparable and dense and row.ms else "",
-                "" if row.tflops is None else f"{row.tflops:.0f}",
+                "" if faster is None else f"{faster:.2f}",
+                "" if row.tflops is None else f"{row.tflops:.3g}",
                 "" if row.density is None else f"{row.density:.3f}",
                 "" if row.peak_gib is None else f"{row.peak_gib:.2f}",
-                "" if row.error is None else f"{row.error['relative_l2']:.4f}",
+                told_error(row),
                 row.gate if row.passed else row.gate[:40],
             ]
         )

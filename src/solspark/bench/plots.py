@@ -1,0 +1,252 @@
+"""Draws the recorded rows: time against tokens, error against density, where the time goes, a route
+map.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from solspark.bench.problems import get_problem
+from solspark.bench.report import newest
+from solspark.bench.rows import Row, read_rows
+from solspark.errors import MissingDependencyError
+
+FORMATS = ("png", "svg")
+
+
+def _pyplot() -> Any:
+    """Return matplotlib's pyplot without a display.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise MissingDependencyError(
+            'plots need matplotlib: pip install "solspark[bench]"'
+        ) from error
+    return pyplot
+
+
+def _name(row: Row) -> str:
+    """Return what a curve is called."""
+    shown = [
+        f"{key} {value}"
+        for key, value in row.options.items()
+        if key not in ("inputs", "heads", "seed", "lists") and value not in (None, False)
+    ]
+    return " ".join([row.method, *shown])
+
+
+def _save(figure: Any, folder: Path, name: str) -> list[Path]:
+    """Write a figure in every format and close it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.{kind}" for kind in FORMATS]
+    for path in paths:
+        # No date inside: the same rows give the same file.
+        figure.savefig(path, dpi=140, bbox_inches="tight", metadata=_metadata(path))
+    _pyplot().close(figure)
+    return paths
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    return {"Date": None} if path.suffix == ".svg" else {"Software": None}
+
+
+def plot_time(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw the time of a whole call against T, one curve a method, log scales."""
+    mine = [row for row in rows if row.level == "call" and row.ms and row.passed]
+    curves: dict[str, list[Row]] = {}
+    for row in mine:
+        curves.setdefault(_name(row), []).append(row)
+    if not curves:
+        return []
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(7.5, 5))
+    for name, points in sorted(curves.items()):
+        points.sort(key=lambda row: row.tokens)
+        axes.plot(
+            [row.tokens for row in points],
+            [row.ms for row in points],
+            marker="o",
+            linestyle="--" if name.startswith(("dense", "comfy", "sage")) else "-",
+            label=name,
+        )
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms a call")
+    axes.set_title(f"{mine[0].gpu}, H = {mine[0].heads}, D = 128")
+    axes.grid(True, which="both", alpha=0.3)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    return _save(figure, folder, "time_against_tokens")
+
+
+def plot_error(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw relative L2 against density, one curve a method, from rows on video activations."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    title = ""
+    for row in rows:
+        error = (row.error or {}).get("relative_l2")
+        realistic = row.options.get("inputs") in ("video", "file")
+        if row.level != "quality" or error is None or row.density is None or not realistic:
+            continue
+        kept = {k: v for k, v in row.options.items() if k not in ("topk_ratio", "tau", "inputs")}
+        route = "tau" if "tau" in row.options else "top-k"
+        words = [f"{k} {v}" for k, v in kept.items() if k not in ("heads", "seed")]
+        curves.setdefault(" ".join([row.method, route, *words]), []).append((row.density, error))
+        title = f"{row.problem}, video activations"
+    if not curves:
+        return []
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(7.5, 5))
+    for name, points in sorted(curves.items()):
+        points.sort()
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.set(xlabel="share of block pairs read exactly", ylabel="relative L2 against dense")
+    axes.set(yscale="log", title=title)
+    axes.grid(True, which="both", alpha=0.3)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    return _save(figure, folder, "error_against_density")
+
+
+def plot_shares(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw where a generation's time goes: everything else, dense attention, sparse attention.
+
+    Of E evaluations W are dense; every evaluation pays what is not attention, a dense one its
+    attention, a sparse one what it takes beyond.
+    """
+    bars: list[tuple[str, float, float, float]] = []
+    title = ""
+    for whole in [row for row in rows if row.level == "dit" and row.ms and row.passed]:
+        inside = {
+            row.options.get("evaluation"): row.ms
+            for row in rows
+            if row.level == "step"
+            and row.run == whole.run
+            and row.problem == whole.problem
+            and (row.method in ("no-attention", "dense-cudnn", whole.method))
+            and (row.method != whole.method or _same(row, whole))
+        }
+        rest, dense = inside.get("no attention core"), inside.get("dense")
+        if rest is None or dense is None or whole.ms is None:
+            continue
+        evaluations = whole.options.get("num_denoise_steps", 19)
+        dense_steps = whole.options.get("warmup_steps", 4)
+        sparse = inside.get("sparse")
+        if whole.method == "no-attention":
+            continue
+        if sparse is None:
+            dense_steps = evaluations
+        attention = max(0.0, whole.ms - evaluations * rest)
+        warm = attention if sparse is None else dense_steps * (dense - rest)
+        bars.append(
+            (
+                f"{whole.problem} {_name(whole)}",
+                evaluations * rest / 1e3,
+                warm / 1e3,
+                max(0.0, attention - warm) / 1e3,
+            )
+        )
+        title = f"{whole.gpu}: one generation's DiT time, {evaluations} evaluations"
+    if not bars:
+        return []
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(8, 0.5 * len(bars) + 1.5))
+    names = [bar[0] for bar in bars][::-1]
+    left = [0.0] * len(bars)
+    for part, words in enumerate(
+        (
+            "projections, feed-forward, norms",
+            "attention of dense evaluations",
+            "attention of sparse evaluations",
+        ),
+        start=1,
+    ):
+        widths = [float(bar[part]) for bar in bars][::-1]
+        axes.barh(names, widths, left=left, label=words)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    for index, total in enumerate(left):
+        axes.text(total, index, f" {total:.0f} s", va="center", fontsize=8)
+    axes.set(xlabel="seconds", title=title)
+    axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.08), ncols=3)
+    return _save(figure, folder, "where_the_time_goes")
+
+
+def _same(step: Row, whole: Row) -> bool:
+    """Say whether a step's row belongs to a generation's row."""
+    return {k: v for k, v in step.options.items() if k != "evaluation"} == whole.options
+
+
+def plot_route(problem_name: str, head: int, ratio: float, folder: Path) -> list[Path]:
+    """Draw the exact blocks of one head, in the given order and reblocked, beside the dense mass.
+
+    Args:
+        problem_name: a named problem; its video activations are made for this head alone.
+        head: index.
+        ratio: budget.
+        folder: where the figure goes.
+    """
+    from solspark.bench.quality import route_masks
+
+    problem = get_problem(problem_name)
+    masks = route_masks(problem, head, ratio, torch.device("cpu"))
+    plt = _pyplot()
+    figure, axes = plt.subplots(1, len(masks), figsize=(4.2 * len(masks), 4.4))
+    for place, (name, (mask, recall)) in zip(axes, masks.items(), strict=True):
+        place.imshow(_thinned(mask), cmap="Greys", interpolation="nearest", vmin=0, vmax=1)
+        place.set_title(f"{name}: {recall:.0%} of the mass", fontsize=10)
+        place.set(xlabel="key block", ylabel="query block")
+    figure.suptitle(f"{problem.name}, head {head}, {ratio:.0%} of the blocks", fontsize=11)
+    return _save(figure, folder, f"route_map_{problem.name}_head{head}")
+
+
+def _thinned(mask: Tensor, most: int = 600) -> Any:
+    """Return a mask as a picture of at most `most` pixels a side, averaged."""
+    step = max(1, -(-max(mask.shape) // most))
+    rows, columns = (size // step * step for size in mask.shape)
+    part = mask[:rows, :columns].float()
+    return part.view(rows // step, step, columns // step, step).amax((1, 3)).numpy()
+
+
+PLOTS: tuple[Callable[[Sequence[Row], Path], list[Path]], ...] = (
+    plot_time,
+    plot_error,
+    plot_shares,
+)
+
+
+def main(argv: Sequence[str] | None = None, program: str = "solspark bench plots") -> int:
+    """Draw the figures of recorded rows.
+
+    Args:
+        argv: arguments; None takes the process's own.
+        program: name in help texts.
+
+    Returns:
+        0.
+    """
+    parse = argparse.ArgumentParser(prog=program, description=__doc__)
+    parse.add_argument("--rows", type=Path, default=Path("benchmarks"), help="folder or file")
+    parse.add_argument("--out", type=Path, default=Path("docs/figures"))
+    parse.add_argument("--route-map", metavar="PROBLEM", help="also draw a head's routes")
+    parse.add_argument("--head", type=int, default=1)
+    parse.add_argument("--topk-ratio", type=float, default=0.1)
+    options = parse.parse_args(sys.argv[1:] if argv is None else list(argv))
+    paths = sorted(options.rows.glob("*.jsonl")) if options.rows.is_dir() else [options.rows]
+    rows = newest(read_rows(paths)) if all(path.exists() for path in paths) else []
+    for draw in PLOTS:
+        for path in draw(rows, options.out):
+            print(path)
+    if options.route_map:
+        for path in plot_route(options.route_map, options.head, options.topk_ratio, options.out):
+            print(path)
+    return 0

@@ -1,0 +1,339 @@
+"""How far sparse attention is from dense on video activations: curves, ablations, mass recall.
+
+Every figure is taken on sampled query rows against dense attention in float64. The route figures
+stand beside what is published for real activations of MiniMax-H3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from solspark.bench import ours
+from solspark.bench.activations import head_kind, video_activations
+from solspark.bench.case import Case, error_against_dense, judge_near, method
+from solspark.bench.gate import RowSample, Verdict, exact_blocks_of_rows, sample_rows
+from solspark.bench.inputs import Inputs
+from solspark.bench.problems import Problem, get_problem
+from solspark.bench.rows import Row
+from solspark.methods.sol import sol_attn
+from solspark.methods.spark_config import ReblockConfig
+from solspark.methods.spark_order import plan_orders
+from solspark.ops.permute import permute
+from solspark.ops.pool import pool
+from solspark.plan.layout import PackedLayout
+from solspark.plan.routing import plan_top_k
+from solspark.plan.select import budget
+from solspark.types import BLOCK, BlockPlan
+
+ROWS = 64
+MASS = "dense attention mass of sampled rows inside the exact blocks"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is published for real activations, and where to read it off.
+
+    Args:
+        words: name in the table.
+        low, high: the published range.
+        method: of the row.
+        options: the row has at least these.
+        read: (row) -> the figure.
+    """
+
+    words: str
+    low: float
+    high: float
+    method: str
+    options: dict[str, Any]
+    read: Callable[[Row], float | None]
+
+
+TARGETS = (
+    Target("blocks kept by tau 1.0", 0.10, 0.26, "sol", {"tau": 1.0}, lambda row: row.density),
+    Target(
+        "mass recall of 10 %, given order",
+        0.66,
+        0.70,
+        "recall",
+        {"order": "given", "topk_ratio": 0.1},
+        lambda row: (row.error or {}).get("mass_recall"),
+    ),
+    Target(
+        "mass recall of 10 %, reblocked",
+        0.80,
+        0.83,
+        "recall",
+        {"order": "reblocked", "topk_ratio": 0.1},
+        lambda row: (row.error or {}).get("mass_recall"),
+    ),
+    Target(
+        "relative L2 of Sol, tau 1.0",
+        0.15,
+        0.22,
+        "sol",
+        {"tau": 1.0},
+        lambda row: (row.error or {}).get("relative_l2"),
+    ),
+)
+"""Sources: block shares and errors of Sol at tau 1.0 on MiniMax-H3 layers; mass recall of 10 %
+routes before and after reblocking."""
+
+
+def wide_sample(inputs: Inputs) -> RowSample:
+    """Return a sample over all heads, for figures rather than for a gate."""
+    if "wide" not in inputs._cache:
+        inputs._cache["wide"] = sample_rows(
+            inputs.query.shape[1], inputs.heads, inputs.device, rows=ROWS, most_heads=inputs.heads
+        )
+    return inputs._cache["wide"]
+
+
+def _widened(inputs: Inputs) -> Inputs:
+    """Return the same inputs judged on the wide sample; what that costs is paid once."""
+    if "widened" not in inputs._cache:
+        other = Inputs(inputs.problem, inputs.query, inputs.key, inputs.value, inputs.kind)
+        other.sample = wide_sample(inputs)
+        inputs._cache["widened"] = other
+    return inputs._cache["widened"]
+
+
+def _figure_case(inputs: Inputs, run: Callable[[], Any], density: Callable[[Any], Any]) -> Case:
+    """Return an untimed case whose row tells error and density; run gives the output first."""
+    wide = _widened(inputs)
+    return Case(
+        run=run,
+        judge=lambda result: judge_near(wide, result[0], 1.0),
+        density=density,
+        error=lambda result: error_against_dense(wide, result[0]),
+        timed=False,
+    )
+
+
+@method("quality", "sol", "topk_ratio", "tau", "tail", "impl")
+def _sol(inputs: Inputs, options: dict[str, Any]) -> Case:
+    """Build Sol with the context as an exact sink."""
+    problem = inputs.problem
+    known = ours.call_options(options)
+    start = problem.sink_start
+    known.update(sink_start=start, sink_tokens=inputs.query.shape[1] - start)
+    return _figure_case(
+        inputs,
+        lambda: sol_attn(inputs.query, inputs.key, inputs.value, return_stats=True, **known),
+        lambda result: result[1].density,
+    )
+
+
+@method("quality", "spark", "topk_ratio", "preset", "reweight_components", "impl")
+def _spark(inputs: Inputs, options: dict[str, Any]) -> Case:
+    """Build packed attention, Spark's preset with overrides; reweight_components is one of them."""
+    case = ours.packed_case("spark", inputs, options)
+    inner = case.run
+    return _figure_case(inputs, lambda: (inner(),), lambda result: case.density(result[0]))
+
+
+def _orders(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return the reblocked orders of queries and keys, [B, H, V]."""
+    if "orders" not in inputs._cache:
+        found = plan_orders(inputs.query, inputs.key, inputs.problem.grid, ReblockConfig(), {})
+        inputs._cache["orders"] = (found.query, found.key)
+    return inputs._cache["orders"]
+
+
+def _routed(inputs: Inputs, order: str, ratio: float) -> tuple[Tensor, Tensor, BlockPlan, Any]:
+    """Return query and key in an order, their top-k plan, and the orders (None as given)."""
+    query, key, found = inputs.query, inputs.key, None
+    if order == "reblocked":
+        found = _orders(inputs)
+        query, key = permute(query, found[0]), permute(key, found[1])
+    layout = PackedLayout(query.shape[1], inputs.problem.video_tokens)
+    pooled = pool(query[:, : layout.sparse_tokens], key, None)
+    assert pooled.query_means is not None
+    route = plan_top_k(
+        pooled.query_means,
+        pooled.key_means,
+        layout,
+        top_k=budget(ratio, layout.candidates),
+        scale=query.shape[-1] ** -0.5,
+    )
+    return query, key, route.plan, found
+
+
+def mass_recall(
+    query: Tensor, key: Tensor, plan: BlockPlan, sample: RowSample, *, scale: float | None = None
+) -> Tensor:
+    """Return float64 [heads]: the share of dense attention mass inside the exact blocks.
+
+    Args:
+        query, key: [1, T, H, D] in the order of the plan.
+        plan: of the first rows, against all keys.
+        sample: rows (in the order of the plan) and heads.
+        scale: 1 / sqrt(D) unless given.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    rows = sample.rows[sample.rows < plan.query_tokens]
+    shares = []
+    for head in sample.heads:
+        logits = query[0, rows, head].double() @ key[0, :, head].double().T * scale
+        exact = exact_blocks_of_rows(plan, rows, 0, head)
+        visible = exact.repeat_interleave(BLOCK, dim=1)[:, : key.shape[1]]
+        shares.append((logits.softmax(1) * visible).sum(1).mean())
+    return torch.stack(shares)
+
+
+@method("quality", "recall", "topk_ratio", "order")
+def _recall(inputs: Inputs, options: dict[str, Any]) -> Case:
+    """Build the mass recall of a top-k route in the given order or reblocked."""
+    order = options.get("order", "given")
+    if order not in ("given", "reblocked"):
+        raise ValueError(f"order: expected given or reblocked, got {order!r}")
+
+    def run() -> tuple[float, float]:
+        query, key, plan, _ = _routed(inputs, order, options.get("topk_ratio", 0.1))
+        recall = mass_recall(query, key, plan, wide_sample(inputs))
+        return float(recall.mean()), float(plan.counts.double().mean()) / plan.key_blocks
+
+    return Case(
+        run=run,
+        judge=lambda result: Verdict("pass" if 0 < result[0] <= 1 + 1e-9 else "no share", 0.0),
+        density=lambda result: result[1],
+        error=lambda result: {"mass_recall": result[0], "against": MASS},
+        timed=False,
+    )
+
+
+def route_masks(
+    problem: Problem, head: int, ratio: float, device: torch.device
+) -> dict[str, tuple[Tensor, float]]:
+    """Return the exact blocks of one head before and after reblocking, each with its mass recall.
+
+    Args:
+        problem: shape; its video activations are made for this head.
+        head: index.
+        ratio: budget.
+        device: where to compute.
+    """
+    tensors = video_activations(problem, heads=[head], device=device, dtype=torch.float32)
+    inputs = Inputs(replace(problem, heads=1), *tensors, "video")
+    found = {}
+    for order, words in (("given", "given order"), ("reblocked", "reblocked")):
+        query, key, plan, _ = _routed(inputs, order, ratio)
+        rows = torch.arange(plan.query_blocks, device=device) * BLOCK
+        mask = exact_blocks_of_rows(plan, rows, 0, 0).cpu()
+        recall = mass_recall(query, key, plan, wide_sample(inputs))
+        found[words] = (mask, float(recall.mean()))
+    return found
+
+
+def calibration_table(rows: Sequence[Row]) -> str:
+    """Return the published figures beside ours, in Markdown, a column for each problem."""
+    shown = [row for row in rows if row.level == "quality" and row.options.get("inputs") == "video"]
+    groups = list(dict.fromkeys((row.problem, row.heads) for row in shown))
+    lines = ["| figure | published | " + " | ".join(f"{p}, {h} heads" for p, h in groups) + " |"]
+    lines.append("|---|---|" + "---|" * len(groups))
+    for target in TARGETS:
+        cells = []
+        for group in groups:
+            values = [
+                target.read(row)
+                for row in shown
+                if (row.problem, row.heads) == group
+                and row.method == target.method
+                and all(row.options.get(k) == v for k, v in target.options.items())
+                and set(row.options) <= {*target.options, "inputs", "heads"}
+            ]
+            known = [value for value in values if value is not None]
+            cells.append("" if not known else f"{known[-1]:.3f}")
+        lines.append(
+            f"| {target.words} | {target.low:g} to {target.high:g} | " + " | ".join(cells) + " |"
+        )
+    return "\n".join(lines)
+
+
+SWEEPS: tuple[tuple[tuple[str, ...], dict[str, list[Any]]], ...] = (
+    (("recall",), {"topk_ratio": [0.1, 0.2], "order": ["given", "reblocked"]}),
+    (("sol",), {"topk_ratio": [0.1], "tau": [1.0]}),
+    (("spark",), {"topk_ratio": [0.1]}),
+    (
+        ("spark",),
+        {"topk_ratio": [0.1], "reweight_components": ["none", "weights_only", "bias_only", "full"]},
+    ),
+    (("sol",), {"topk_ratio": [0.05, 0.2, 0.3, 0.5], "tau": [0.0, 0.5, 1.5, 2.0]}),
+    (("spark",), {"topk_ratio": [0.05, 0.2, 0.3, 0.5]}),
+    (("spark",), {"topk_ratio": [0.1], "preset": ["quality", "fast"]}),
+    (("sol",), {"topk_ratio": [0.1], "tail": ["block", "none"]}),
+)
+"""What the report takes, the figures of the calibration first."""
+
+
+def main(argv: Sequence[str] | None = None, program: str = "solspark bench quality") -> int:
+    """Take the quality rows of problems on video activations and print the calibration.
+
+    Args:
+        argv: arguments; None takes the process's own.
+        program: name in help texts.
+
+    Returns:
+        0; 1 when a result is not finite or farther from dense than the zero vector; 2 for a wrong
+        argument.
+    """
+    from solspark.bench import runner
+
+    cuda = torch.cuda.is_available()
+    parse = argparse.ArgumentParser(prog=program, description=__doc__)
+    add = parse.add_argument
+    add("--problem", default="tiny", help="names, comma-separated")
+    add("--heads", type=int, help="use only the first heads (every kind is among five)")
+    add("--only", type=int, default=len(SWEEPS), help="take the first N sweeps; 3 calibrate")
+    add("--dtype", default="bf16" if cuda else "fp32", choices=runner.DTYPES)
+    add("--device", default="cuda" if cuda else "cpu")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, help="JSON-lines file to append to")
+    add("--run", default="", help="id of the run; give it again to resume")
+    add("--commit", default="")
+    add("--budget-s", type=float)
+    add("--activations", type=Path, help="safetensors with query, key, value to measure on")
+    options = parse.parse_args(sys.argv[1:] if argv is None else list(argv))
+    runner.load_cases()
+    from solspark.bench.rows import current_commit, fresh_run_id
+
+    try:
+        settings = runner.Settings(
+            problems=tuple(get_problem(name) for name in options.problem.split(",")),
+            levels=("quality",),
+            inputs="file" if options.activations else "video",
+            file=options.activations,
+            device=torch.device(options.device),
+            dtype=runner.DTYPES[options.dtype],
+            heads=options.heads,
+            seed=options.seed,
+            budget_s=options.budget_s,
+            out=options.out,
+            run=options.run or fresh_run_id(),
+            commit=options.commit or current_commit(),
+        )
+    except ValueError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    session = runner.Session(settings, lambda text: print(text, file=sys.stderr, flush=True))
+    session.say(f"run {settings.run}, commit {settings.commit}, {settings.device}")
+    session.run(
+        [
+            replace(settings, methods=names, sweeps=sweeps)
+            for names, sweeps in SWEEPS[: options.only]
+        ]
+    )
+    runner.print_table(runner.table(session.rows, untimed=True))
+    print()
+    print(calibration_table(session.rows))
+    kinds = ", ".join(head_kind(head) for head in range(min(options.heads or 10, 10)))
+    print(f"\nkinds of the first heads: {kinds}")
+    return 1 if session.failed else 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ def assert_close_to_oracle(
         e_k = |actual - oracle|,  e_r = |same_dtype_reference - oracle|
         max e_k <= 2 max e_r + eps * scale   and   mean e_k <= 2 mean e_r + eps * mean|oracle|
 
-    A float64 result is outside this rule: the oracle is no better than it. Compare those directly.
+    A float64 result is outside this rule: the oracle is no better. Compare those directly.
 
     Args:
         actual: the result to judge, any float type but float64.
@@ -36,8 +38,7 @@ def assert_close_to_oracle(
         name: how messages call the result.
         scale: magnitude of the values; None takes max |oracle|. The mean's bound takes the smaller
             of it and mean |oracle|.
-        dtype: type whose eps counts; None takes that of `actual`. For a float32 result computed from
-            bfloat16 inputs pass the inputs' type.
+        dtype: type whose eps counts; None takes that of `actual`.
 
     Raises:
         AssertionError: shapes differ, a value is not finite where the oracle's is (or another
@@ -162,15 +163,47 @@ def poison_free_memory(device: torch.device | str, size: int = 2**28) -> None:
 @contextmanager
 def nan_filled_allocations() -> Iterator[None]:
     """Inside the block, torch.empty and its kin return NaN (integers: their largest value)."""
-    before = torch.are_deterministic_algorithms_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    switches: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), switches.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    switches.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(before[0])
+        switches.fill_uninitialized_memory = before[1]
+
+
+class PeakMemory:
+    """Measure the most resident memory that a block of code adds to this process, on Linux.
+
+    Attributes:
+        bytes: after the block, the peak above the start; None where the system cannot tell.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: int | None = None
+
+    def __enter__(self) -> PeakMemory:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        except OSError:
+            self._start = None
+        else:
+            self._start = _resident("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._start is not None:
+            self.bytes = max(0, _resident("VmHWM") - self._start)
+
+
+def _resident(field: str) -> int:
+    """Return a size in bytes from the system's account of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no field {field}")
 
 
 def random_mask(
@@ -183,7 +216,7 @@ def random_mask(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Return a random block mask bool [B, H, NQ, NK] with an empty row, a full one and one of one block.
+    """Return a random block mask bool [B, H, NQ, NK] with an empty, a full and a one-block row.
 
     The first head has the empty row first, the full row last and, with three rows or more, a row
     that reads only the last key block second.

@@ -25,7 +25,7 @@ CALL = AttentionCall(
 
 @pytest.fixture
 def operation(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Register an operation of three implementations: two that mind something, and a patient one."""
+    """Register an operation of three implementations, two of which mind something."""
     monkeypatch.setattr(_dispatch, "_registry", dict(_dispatch._registry))
 
     def minds_splits(call: AttentionCall) -> list[str]:
@@ -57,7 +57,7 @@ def test_the_best_without_reasons_serves_and_the_others_are_recorded(operation: 
 
 def test_an_implementation_asked_for_serves_or_raises(operation: str) -> None:
     assert _dispatch.choose(operation, CALL, "eager") == "eager"
-    with pytest.raises(UnsupportedError, match="needs CUDA; needs bfloat16") as caught:
+    with pytest.raises(UnsupportedError, match=r"needs CUDA; needs bfloat16") as caught:
         _dispatch.choose(operation, CALL, "hopper")
     assert caught.value.reasons == ("needs CUDA", "needs bfloat16")
     assert _dispatch.reasons(operation, "hopper", CALL) == ["needs CUDA", "needs bfloat16"]
@@ -65,16 +65,16 @@ def test_an_implementation_asked_for_serves_or_raises(operation: str) -> None:
 
 
 def test_an_implementation_that_the_operation_lacks_is_a_reason() -> None:
-    with pytest.raises(UnsupportedError, match="merge has no implementation named hopper"):
+    with pytest.raises(UnsupportedError, match=r"merge has no implementation named hopper"):
         _dispatch.choose("merge", CALL, "hopper")
 
 
 def test_names_that_do_not_exist() -> None:
-    with pytest.raises(ValueError, match="impl: expected one of .* got 'cuda'"):
+    with pytest.raises(ValueError, match=r"impl: expected one of .* got 'cuda'"):
         _dispatch.choose("merge", CALL, "cuda")
-    with pytest.raises(ValueError, match="operation: 'fly' is not one"):
+    with pytest.raises(ValueError, match=r"operation: 'fly' is not one"):
         _dispatch.implementations("fly")
-    with pytest.raises(ValueError, match="name: expected one of .* got 'cuda'"):
+    with pytest.raises(ValueError, match=r"name: expected one of .* got 'cuda'"):
         _dispatch.register("trial", "cuda", _dispatch.never_declines, print)
 
 
@@ -97,7 +97,7 @@ def test_where_available_follows_only_implementations_that_exist(operation: str)
     assert _dispatch.where_available(operation, "hopper") == "hopper"
     assert _dispatch.where_available(operation, None) is None
     assert _dispatch.where_available("merge", "hopper") is None
-    with pytest.raises(ValueError, match="impl: expected one of"):
+    with pytest.raises(ValueError, match=r"impl: expected one of"):
         _dispatch.where_available("merge", "cuda")
 
 

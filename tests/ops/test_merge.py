@@ -33,7 +33,7 @@ def test_bad_arguments_are_named() -> None:
     out, lse = torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3)
     with pytest.raises(ValueError, match=r"lse_b: expected \(1, 2, 3\), got \(1, 3, 2\)"):
         merge(out, lse, out, lse.transpose(1, 2))
-    with pytest.raises(ValueError, match="out_b: expected the shape of out_a"):
+    with pytest.raises(ValueError, match=r"out_b: expected the shape of out_a"):
         merge(out, lse, out[:, :1], lse)
-    with pytest.raises(TypeError, match="lse_a: expected torch.float32 or torch.float64, got"):
+    with pytest.raises(TypeError, match=r"lse_a: expected torch.float32 or torch.float64, got"):
         merge(out, lse.half(), out, lse)

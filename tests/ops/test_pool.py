@@ -95,15 +95,15 @@ def test_bad_arguments_are_named() -> None:
     query, key, value = make_qkv(2, 70, 3, 64)
     with pytest.raises(ValueError, match=r"value: expected the shape of key, .* got \(2, 60"):
         pool(query, key, value[:, :60])
-    with pytest.raises(TypeError, match="query: expected the dtype of key, torch.float32, got"):
+    with pytest.raises(TypeError, match=r"query: expected the dtype of key, torch.float32, got"):
         pool(query.half(), key, value)
     with pytest.raises(ValueError, match=r"key: expected \[B, L, H, D\], got shape \(70"):
         pool(query, key[0], value)
-    with pytest.raises(ValueError, match="key: expected at least one token"):
+    with pytest.raises(ValueError, match=r"key: expected at least one token"):
         pool(query, key[:, :0], value[:, :0])
-    with pytest.raises(TypeError, match="key: expected .*float16 or .* got torch.int32"):
+    with pytest.raises(TypeError, match=r"key: expected .*float16 or .* got torch.int32"):
         pool(None, key.int(), None)
     with pytest.raises(ValueError, match=r"key_bias: expected one value a key, .* got \(70, 70\)"):
         pool(query, key, value, key_bias=torch.zeros(70, 70))
-    with pytest.raises(TypeError, match="key_bias: expected torch.bool or .* got torch.int64"):
+    with pytest.raises(TypeError, match=r"key_bias: expected torch.bool or .* got torch.int64"):
         pool(query, key, value, key_bias=torch.zeros(70, dtype=torch.int64))

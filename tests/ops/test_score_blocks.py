@@ -105,13 +105,13 @@ def test_bad_arguments_are_named() -> None:
     means = torch.zeros(1, 2, 3, 64)
     with pytest.raises(ValueError, match=r"key_means: expected \[1, 2, NK, 64\], got \(1, 3"):
         score_blocks(means, torch.zeros(1, 3, 3, 64), scale=1.0)
-    with pytest.raises(TypeError, match="query_means: expected torch.float32 or .* got torch.b"):
+    with pytest.raises(TypeError, match=r"query_means: expected torch.float32 or .* got torch.b"):
         score_blocks(means.bfloat16(), means.bfloat16(), scale=1.0)
-    with pytest.raises(ValueError, match="scale: expected a finite number, got nan"):
+    with pytest.raises(ValueError, match=r"scale: expected a finite number, got nan"):
         score_blocks(means, means, scale=float("nan"))
-    with pytest.raises(ValueError, match="kind: expected one of 'diag', 'exact', got 'full'"):
+    with pytest.raises(ValueError, match=r"kind: expected one of 'diag', 'exact', got 'full'"):
         thresholds(means, None, means, scale=1.0, tau=1.0, kind="full")
-    with pytest.raises(ValueError, match="key_mean: expected a tensor .* got None"):
+    with pytest.raises(ValueError, match=r"key_mean: expected a tensor .* got None"):
         thresholds(means, None, torch.zeros(1, 2, 64), scale=1.0, tau=1.0)
-    with pytest.raises(ValueError, match="tau: expected a number, got nan"):
+    with pytest.raises(ValueError, match=r"tau: expected a number, got nan"):
         thresholds(means, None, means, scale=1.0, tau=float("nan"), kind="exact")

@@ -62,15 +62,15 @@ def test_lists_of_a_budget_are_no_wider_than_needed() -> None:
 def test_bad_arguments_are_named() -> None:
     scores = torch.zeros(1, 2, 3, 4)
     tokens = {"query_tokens": 192, "key_tokens": 256}
-    with pytest.raises(ValueError, match="expected exactly one of them, got neither"):
+    with pytest.raises(ValueError, match=r"expected exactly one of them, got neither"):
         select_blocks(scores, **tokens)
-    with pytest.raises(ValueError, match="expected exactly one of them, got both"):
+    with pytest.raises(ValueError, match=r"expected exactly one of them, got both"):
         select_blocks(scores, top_k=1, thresholds=torch.zeros(1, 2, 3), **tokens)
-    with pytest.raises(ValueError, match="scores: expected 4 x 4 blocks .* got 3 x 4"):
+    with pytest.raises(ValueError, match=r"scores: expected 4 x 4 blocks .* got 3 x 4"):
         select_blocks(scores, top_k=1, query_tokens=193, key_tokens=256)
     with pytest.raises(ValueError, match=r"thresholds: expected \(1, 2, 3\), got \(1, 2, 4\)"):
         select_blocks(scores, thresholds=torch.zeros(1, 2, 4), **tokens)
-    with pytest.raises(TypeError, match="top_k: expected an int, got 0.5"):
+    with pytest.raises(TypeError, match=r"top_k: expected an int, got 0.5"):
         select_blocks(scores, top_k=0.5, **tokens)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"candidates: expected an int in \[0, 4\], got 5"):
         select_blocks(scores, top_k=1, candidates=5, **tokens)
@@ -78,7 +78,7 @@ def test_bad_arguments_are_named() -> None:
         select_blocks(scores, top_k=1, sinks=[(1, 5)], **tokens)
     with pytest.raises(TypeError, match=r"dense_rows\[0\]: expected a pair .* got 3"):
         select_blocks(scores, top_k=1, dense_rows=[3], **tokens)  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="local_radius: expected an int >= -1, got -2"):
+    with pytest.raises(ValueError, match=r"local_radius: expected an int >= -1, got -2"):
         select_blocks(scores, top_k=1, local_radius=-2, **tokens)
     with pytest.raises(ValueError, match=r"live: expected \[1, 1 or 2, 4\], got \(1, 2, 3\)"):
         select_blocks(scores, top_k=1, live=torch.ones(1, 2, 3, dtype=torch.bool), **tokens)

@@ -66,7 +66,7 @@ def test_against_a_loop_over_tokens(tail: str) -> None:
                 logit = scale * float(mine @ key[sample, token, head])
                 weight = math.exp(logit + float(bias[sample, head, token]))
                 total, expected = total + weight, expected + weight * value[sample, token, head]
-        # A shared state enters with its own softmax over the skipped blocks: same sum, other logits.
+        # A shared state is a softmax of its own over the skipped blocks: same sum, other logits.
         for number in range(0 if tail == "none" else -(-tokens // span)):
             if not exact[number * span // 64]:
                 logit = scale * float(stand_in @ summaries.keys[sample, 0, head, number])

@@ -129,7 +129,7 @@ def test_many_blocks_need_wider_indices() -> None:
 
 def test_a_mask_must_fit_the_tokens() -> None:
     mask = torch.zeros(1, 1, 2, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match="mask: expected 3 x 3 blocks .* got 2 x 3"):
+    with pytest.raises(ValueError, match=r"mask: expected 3 x 3 blocks .* got 2 x 3"):
         plan_from_mask(mask, query_tokens=129, key_tokens=129)
-    with pytest.raises(ValueError, match="mask: expected bool"):
+    with pytest.raises(ValueError, match=r"mask: expected bool"):
         plan_from_mask(mask.int(), query_tokens=128, key_tokens=129)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from solspark import _checks
 from solspark.ops import _dispatch
-from solspark.reference.merge import merge
+from solspark.reference.merge import log_of_sum, merge
 from solspark.reference.select_blocks import unpack_bits
 from solspark.types import BLOCK, BlockPlan, BlockSummaries, block_count
 
@@ -403,7 +403,7 @@ def _attend_rows(
         total = total * decay + weights.sum(-1, keepdim=True)
         out = torch.baddbmm(out * decay, weights, values)
         top = peak
-    lse = (top + total.log()).squeeze(-1)
+    lse = (top + log_of_sum(total)).squeeze(-1)
     return out / total.masked_fill(total == 0, 1.0), lse
 
 
@@ -463,7 +463,7 @@ def _attend_summaries(
             total = weights.sum(-1, keepdim=True)
             result = (weights @ values[parent]) / total.masked_fill(total == 0, 1.0)
             out[:, chosen] = result.view(heads, len(chosen), -1, head_dim)
-            lse[:, chosen] = (peak + total.log()).view(heads, len(chosen), -1)
+            lse[:, chosen] = (peak + log_of_sum(total)).view(heads, len(chosen), -1)
     if group > 1:
         out = out.repeat_interleave(group, 2)
         lse = lse.repeat_interleave(group, 2)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from solspark._checks import accumulation_dtype, normalise_key_bias, resolve_scale
-from solspark.reference.merge import merge
+from solspark.reference.merge import log_of_sum, merge
 from solspark.reference.select_blocks import mask_from_plan
 from solspark.types import BLOCK, BlockPlan, BlockSummaries, block_count
 
@@ -144,6 +144,9 @@ def _tail(
 
 def _softmax(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weighted values and the log of the denominator; an empty row is zero, -inf."""
-    lse = logits.logsumexp(-1)
-    weights = torch.exp(logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-    return weights @ values, lse
+    top = logits.detach().amax(-1, keepdim=True)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    weights = torch.exp(logits - top)
+    total = weights.sum(-1, keepdim=True)
+    out = weights @ values / total.masked_fill(total == 0, 1.0)
+    return out, (top + log_of_sum(total)).squeeze(-1)

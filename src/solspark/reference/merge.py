@@ -25,7 +25,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
 
     Source: Sol-Attn section 1.8, Spark section 5.
     """
-    top = torch.maximum(lse_a, lse_b)
+    top = torch.maximum(lse_a, lse_b).detach()
     top = top.masked_fill(top == -math.inf, 0.0)
     weight_a = torch.exp(lse_a - top)
     weight_b = torch.exp(lse_b - top)
@@ -33,7 +33,13 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     side_a = _weighted(out_a, weight_a)
     side_b = _weighted(out_b, weight_b)
     out = (side_a + side_b) / total.masked_fill(total == 0, 1.0)[..., None]
-    return out.to(out_a.dtype), top + torch.log(total)
+    return out.to(out_a.dtype), top + log_of_sum(total)
+
+
+def log_of_sum(total: Tensor) -> Tensor:
+    """Return ln(total), -inf for zero; the gradient there is zero, where torch.log's is NaN."""
+    empty = total == 0
+    return total.masked_fill(empty, 1.0).log().masked_fill(empty, -math.inf)
 
 
 def _weighted(out: Tensor, weight: Tensor) -> Tensor:

@@ -76,7 +76,9 @@ def select_blocks(
         # Stable sorts: by score first, then candidates before the rest, each keeping the lower
         # index first.
         order = scores.sort(dim=-1, descending=True, stable=True).indices
-        order = order.gather(-1, (~candidate).gather(-1, order).int().sort(dim=-1, stable=True).indices)
+        order = order.gather(
+            -1, (~candidate).gather(-1, order).int().sort(dim=-1, stable=True).indices
+        )
         rank = order.argsort(-1)
         picked = candidate & (rank < (top_k or 0))
     mask = (picked | always) & alive

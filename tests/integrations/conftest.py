@@ -171,18 +171,16 @@ def shared_transformer() -> Any:
 @pytest.fixture
 def transformer(shared_transformer: Any) -> Iterator[Any]:
     """The shared transformer, handed back as it was: processors, hooks, separate projections."""
-    before = dict(shared_transformer.attn_processors)
+    blocks = shared_transformer.transformer_blocks
+    before = [block.attn.get_processor() for block in blocks]
     yield shared_transformer
-    after = dict(shared_transformer.attn_processors)
+    after = [block.attn.get_processor() for block in blocks]
     hooks = len(shared_transformer._forward_pre_hooks)
-    for block, processor in zip(
-        shared_transformer.transformer_blocks, list(before.values()), strict=False
-    ):
-        block.attn.set_processor(processor)
     shared_transformer._forward_pre_hooks.clear()
-    for block in shared_transformer.transformer_blocks:
+    for block, processor in zip(blocks, before, strict=True):
+        block.attn.set_processor(processor)
+        processor._attention_backend = None
         if block.attn.fused_projections:
             block.attn.unfuse_projections()
-        block.attn.processor._attention_backend = None
     assert hooks == 0, "a test left the installer's hook behind"
-    assert all(after[name] is before[name] for name in before), "a test left a processor behind"
+    assert all(a is b for a, b in zip(after, before, strict=True)), "a processor was left behind"

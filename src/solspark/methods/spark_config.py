@@ -75,6 +75,8 @@ class ReblockConfig:
         frozen_remainder: keep the V mod 64 excluded tokens that the baseline's second moments would
             choose, so that an ablation differs in nothing else; None: when m2_side or m2_estimator
             is not the baseline's.
+        cuda_graph: replay the trees of one shape from a CUDA graph, from its third call on: less
+            host time for the features' memory, which the graph keeps.
         max_children ... proxy_update_rule, score_precision: options of the landmark tree, see
             `ReblockOptions`.
 
@@ -108,6 +110,7 @@ class ReblockConfig:
     layout_reuse: str = "independent"
     frozen_remainder: bool | None = None
     score_precision: str = "fp16"
+    cuda_graph: bool = False
 
     @property
     def freezes_remainder(self) -> bool:
@@ -139,6 +142,8 @@ class ReblockConfig:
         _check_choice("layout_reuse", self.layout_reuse, ("independent", "q_from_k", "k_from_q"))
         if isinstance(self.ridge, bool) or not (math.isfinite(self.ridge) and self.ridge >= 0):
             raise ValueError(f"ridge: expected a finite number >= 0, got {self.ridge!r}")
+        if type(self.cuda_graph) is not bool:
+            raise ValueError(f"cuda_graph: expected a bool, got {self.cuda_graph!r}")
         if self.frozen_remainder is not None and type(self.frozen_remainder) is not bool:
             raise ValueError(
                 f"frozen_remainder: expected None or a bool, got {self.frozen_remainder!r}"

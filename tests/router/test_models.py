@@ -326,3 +326,26 @@ def test_a_shared_module_is_hooked_once():
     assert len(model._forward_pre_hooks) == 1
     assert not pipe.controlnet._forward_pre_hooks
     unfollow()
+
+
+def test_h3_is_followed_with_its_packed_layout():
+    # The real modular pipeline, tiny: text, audio and video in one sequence, two schedulers.
+    from solspark.integrations.tiny_h3 import build_tiny_h3_pipeline, generate_clip
+
+    pipe, options = build_tiny_h3_pipeline(layers=1)
+    router = router_with(enabled=True, budget=0.25)
+    undo = router.install()
+    unfollow = follow(router, pipe)
+    calls = []
+    router.observer = lambda name, query, *rest: calls.append(
+        (name, router.context.role, router.context.step, query.shape[2], router.context.layout)
+    )
+    generate_clip(pipe, "a cat", **{**options, "steps": 3})
+    steps, schedule = router.context.step, router.context.steps
+    unfollow()
+    undo()
+    sparse = [call for call in calls if call[0] == "block_sparse+sparse"]
+    assert [call[2] for call in sparse] == [0, 1, 2] and (steps, schedule) == (2, 3)
+    layout = sparse[0][4]
+    assert layout.kinds == ("text", "audio", "video") and layout.length == sparse[0][3]
+    assert all(call[0] == "dynamic" for call in calls if call[1] != "transformer")

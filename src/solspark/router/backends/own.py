@@ -50,7 +50,7 @@ def prepare_quantized(
                 "block_m": selection.query_tile,
                 "block_n": selection.key_tile,
             }
-        return quantized_attention(
+        out = quantized_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
@@ -59,7 +59,9 @@ def prepare_quantized(
             scale=scale,
             **tiles,
             **options,
-        ).transpose(1, 2)
+        )
+        assert isinstance(out, Tensor)
+        return out.transpose(1, 2)
 
     return quantized
 
@@ -80,7 +82,9 @@ def prepare_triton(
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        return quantized_attention(
+        if attn_mask is not None:
+            raise ValueError("attn_mask: the dense Triton attention takes none")
+        out = quantized_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
@@ -89,7 +93,9 @@ def prepare_triton(
             matmul="none",
             pv="none",
             smooth_k=False,
-        ).transpose(1, 2)
+        )
+        assert isinstance(out, Tensor)
+        return out.transpose(1, 2)
 
     return triton_attention
 

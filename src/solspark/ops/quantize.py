@@ -1,0 +1,102 @@
+"""Quantise rows of Q, K or V on any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from solspark import _checks
+from solspark.ops import _dispatch
+from solspark.reference import quantize as reference
+
+__all__ = ["GRANULARITIES", "quantize"]
+
+GRANULARITIES = ("row", "tile")
+"""One scale a token, or one for each 64 tokens."""
+
+
+def quantize(
+    x: Tensor,
+    *,
+    dtype: str = "int8",
+    granularity: str = "row",
+    mean: Tensor | None = None,
+    hadamard: int = 0,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Quantise the rows of each head symmetrically.
+
+        y = rotate(x) - rotate(mean)
+        values = round(y * (largest / m)),  scales = m / largest,  m = max |y| of the row or tile
+
+    Args:
+        x: [B, L, H, D], float16, bfloat16 or float32 (float64 is taken as float32).
+        dtype: "int8" (largest 127), "fp8" (e4m3, 448) or "fp16" (65,504).
+        granularity: "row", one scale a token, or "tile", one for each 64 tokens.
+        mean: float32 [B, H, D], subtracted first; None subtracts nothing.
+        hadamard: channels that one rotation spans, a power of two from 4 to 1,024; 0 does not
+            rotate. The rotation never spans more than the padded head dim.
+        impl: "triton" or "eager"; None takes the best that can serve.
+
+    Returns:
+        values [B, L, H, Dp] of the storage type, Dp = D padded with zeros to a power of two (at
+        least 16), and scales float32 [B, H, L] or [B, H, ceil(L / 64)].
+
+    Raises:
+        ValueError, TypeError: an argument is not as described.
+        UnsupportedError: the implementation asked for cannot serve.
+
+    Numerics: FP32; round half to even, never beyond the largest. m is at least 1e-30, so that
+    zeros stay zeros.
+
+    Source: router specification 3.2.
+    """
+    _checks.check_tensor("x", x, 4, "[B, L, H, D]")
+    _checks.check_dtype("x", x)
+    _checks.check_choice("dtype", dtype, tuple(reference.LARGEST))
+    _checks.check_choice("granularity", granularity, GRANULARITIES)
+    check_hadamard(hadamard)
+    batch, _, heads, head_dim = x.shape
+    if mean is not None:
+        _checks.check_tensor("mean", mean, 3, "[B, H, D]")
+        _checks.check_dtype("mean", mean, (torch.float32,))
+        if tuple(mean.shape) != (batch, heads, head_dim):
+            raise ValueError(
+                f"mean: expected [{batch}, {heads}, {head_dim}], got {tuple(mean.shape)}"
+            )
+    choice = _dispatch.pick("quantize", _dispatch.describe(None, x), impl)
+    result = choice.run(_checks.last_dim_contiguous(x), dtype, granularity, mean, hadamard)
+    choice.record()
+    return result
+
+
+def check_hadamard(hadamard: int) -> int:
+    """Return the rotation's group size, or raise unless it is 0 or a power of two in 4..1024."""
+    _checks.check_int("hadamard", hadamard, 0, 1024)
+    if hadamard and (hadamard < 4 or hadamard & (hadamard - 1)):
+        raise ValueError(f"hadamard: expected 0 or a power of two in [4, 1024], got {hadamard}")
+    return hadamard
+
+
+def _eager(
+    x: Tensor, dtype: str, granularity: str, mean: Tensor | None, hadamard: int
+) -> tuple[Tensor, Tensor]:
+    """Run the reference head by head, so that its float32 copies are those of one head."""
+    parts = []
+    for head in range(x.shape[2]):
+        part = slice(head, head + 1)
+        shift = mean[:, part] if mean is not None else None
+        parts.append(
+            reference.quantize(
+                x[:, :, part],
+                dtype=dtype,
+                granularity=granularity,
+                mean=shift,
+                hadamard=hadamard,
+            )
+        )
+    values, scales = zip(*parts, strict=True)
+    return torch.cat(values, 2), torch.cat(scales, 1)
+
+
+_dispatch.register("quantize", "eager", _dispatch.never_declines, _eager)

@@ -402,6 +402,13 @@ def test_nothing_is_looked_at_before_entering() -> None:
         plugin.apply()
 
 
+def test_other_transformers_are_refused() -> None:
+    other = nn.Module()
+    other.transformer_blocks = nn.ModuleList([nn.Identity()])
+    with pytest.raises(TypeError, match=r"transformer_blocks\.0\.attn, but NoneType has no get_"):
+        install_h3_sol_attn(other).apply()
+
+
 def test_friendly_install(transformer: Any, make_request: Any, denoise: Any) -> None:
     pipe = SimpleNamespace(transformer=transformer)
     with install(pipe, method="sol", num_denoise_steps=1) as plugin:
@@ -876,6 +883,15 @@ def test_regional_compilation_does_not_recompile(make_request: Any, denoise: Any
     assert frames[1] == 3 and frames[2] == 5
     assert frames[2] == frames[-1] == counter.frame_count
     assert torch.equal(result, plain)
+
+
+def test_whole_model_compilation_is_warned_of(
+    transformer: Any, make_request: Any, denoise: Any
+) -> None:
+    compiled = torch.compile(transformer, backend="eager")
+    with pytest.warns(RuntimeWarning, match="compile_repeated_blocks"):
+        plugin = install_h3_sol_attn(compiled, num_denoise_steps=1).apply()
+    plugin.remove()
 
 
 def test_prewarm_touches_no_counter(transformer: Any) -> None:

@@ -158,6 +158,31 @@ def test_spark_clip_and_reset(pipe: Any, dense: GeneratedClip) -> None:
     assert 1e-6 < difference < 0.1
 
 
+def test_nothing_but_the_blocks_attention_is_touched(pipe: Any) -> None:
+    """Text refiner, autoencoders and every class stay as they are, inside and after."""
+
+    def callables() -> dict[str, tuple[Any, ...]]:
+        found = {}
+        for name in ("transformer", "vae", "audio_vae"):
+            for path, module in getattr(pipe, name).named_modules():
+                found[f"{name}.{path}"] = (
+                    type(module).forward,
+                    module.__dict__.get("forward"),
+                    getattr(module, "processor", None),
+                    len(module._forward_pre_hooks),
+                    len(module._forward_hooks),
+                )
+        return found
+
+    before = callables()
+    with install_h3_spark_attn(pipe, **TINY_INSTALL):
+        inside = callables()
+    changed = {path for path, seen in before.items() if inside[path] != seen}
+    blocks = {f"transformer.transformer_blocks.{layer}.attn" for layer in range(4)}
+    assert changed == {"transformer.", *blocks}
+    assert callables() == before
+
+
 def test_keyframes() -> None:
     pipe, _ = build_tiny_h3_pipeline(workflow="fl2va")
     keyframes = [

@@ -30,6 +30,21 @@ from .h3_processor import H3SparseAttentionProcessor, dense_attention
 from .h3_report import call_records, run_summary
 from .install import ProcessorSwap
 
+ATTENTION_NAMES = (
+    "get_processor",
+    "set_processor",
+    "heads",
+    "head_dim",
+    "fused_projections",
+    "to_q",
+    "to_k",
+    "to_v",
+    "norm_q",
+    "norm_k",
+    "to_out",
+)
+"""What the processor uses of an attention module."""
+
 
 class H3SparseAttentionPlugin:
     """Sparse attention for one transformer: a context manager, or `apply()` and `remove()`.
@@ -96,6 +111,14 @@ class H3SparseAttentionPlugin:
             raise RuntimeError("this plugin is installed already: leave the context or remove()")
         transformer = self.transformer
         self._check_target(transformer)
+        if hasattr(transformer, "_orig_mod"):
+            warnings.warn(
+                "the transformer is compiled as a whole, which hides forward's arguments from the "
+                "denoising loop and recompiles around the sparse calls; compile its blocks "
+                "instead: transformer.compile_repeated_blocks()",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self.controller.reset()
         self._left = []
         try:
@@ -205,6 +228,14 @@ class H3SparseAttentionPlugin:
                 f"{type(transformer).__name__}"
             )
         layers = len(blocks)
+        for layer, block in enumerate(blocks):
+            attn = getattr(block, "attn", None)
+            lacking = [name for name in ATTENTION_NAMES if not hasattr(attn, name)]
+            if lacking:
+                raise TypeError(
+                    f"transformer: expected MiniMax-H3 attention at transformer_blocks.{layer}"
+                    f".attn, but {type(attn).__name__} has no {', '.join(lacking)}"
+                )
         beyond = [layer for layer in self.config.extra_dense_layers if layer >= layers]
         if beyond:
             raise ValueError(f"extra_dense_layers: expected layers below {layers}, got {beyond[0]}")

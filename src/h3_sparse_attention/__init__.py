@@ -1,7 +1,7 @@
 """Import-compatible names of the H3 sparse attention package; all of them live in solspark.
 
-Everything is looked up when it is first used, so that importing this package needs torch alone and
-a Sol-only user never imports Spark.
+Everything but the config is looked up when it is first used, so that importing this package needs
+torch alone and a Sol-only user never imports Spark.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from solspark.integrations.h3_config import H3SparseAttentionConfig
+
 if TYPE_CHECKING:
     from h3_sparse_attention.spark import spark_block, spark_reblock, spark_reweight
-    from solspark.integrations.h3_config import H3SparseAttentionConfig
     from solspark.integrations.minimax_h3 import (
         H3SparseAttentionPlugin,
         install_h3_sol_attn,
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "H3SparseAttentionConfig": "solspark.integrations.h3_config",
     "H3SparseAttentionPlugin": "solspark.integrations.minimax_h3",
     "install_h3_sol_attn": "solspark.integrations.minimax_h3",
     "install_h3_spark_attn": "solspark.integrations.minimax_h3",

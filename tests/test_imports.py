@@ -50,7 +50,6 @@ def torch_alone() -> set[str]:
 @pytest.mark.parametrize("package", ["solspark", "sol_attn", "h3_sparse_attention"])
 def test_import_loads_torch_and_nothing_heavy(package: str, torch_alone: set[str]):
     loaded = modules_after(f"import {package}")
-    assert "torch" in loaded
     # Whatever torch itself pulls in (numpy, where it is installed) is torch's affair.
     added = loaded - torch_alone
     assert not added & set(HEAVY), f"import {package} loaded {sorted(added & set(HEAVY))}"

@@ -444,7 +444,7 @@ def _print_runs(report: dict[str, Any]) -> None:
         table.add_column(name, justify="left" if name in ("method", "served by") else "right")
     for label, run in report["runs"].items():
         names = {
-            layer["implementation"]["block_sparse_attention"]
+            layer["implementations"]["block_sparse_attention"]
             for step in run["steps"]
             for layer in step["layers"]
             if layer["path"] == "sparse"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,8 +23,6 @@ import torch
 from torch import nn
 
 from ..diagnose import environment
-from ..ops._dispatch import collect_records
-from ..types import CallRecord
 from . import clip as clips
 from .h3_config import sol_config, spark_config
 from .h3_pipeline import GeneratedClip, generate_clip, load_h3_pipeline, loaded_transformer
@@ -192,13 +191,14 @@ def _open(options: GenerateOptions) -> tuple[Any, dict[str, Any], torch.device, 
     """Load the pipeline and settle what it is called with."""
     tiny = options.model == "tiny"
     device = _device(options.device)
+    call: dict[str, Any] = {"steps": 19}
     dtype = DTYPES["float32" if tiny else "bfloat16"]
     if options.dtype != "auto":
         dtype = DTYPES[options.dtype]
     if tiny:
         pipe, call = build_tiny_h3_pipeline(dtype=dtype, device=device)
     else:
-        pipe, call = load_h3_pipeline(options.model, dtype, device), {"steps": 19}
+        pipe = load_h3_pipeline(options.model, dtype, device)
     call["prompt"], call["seed"] = options.prompt, options.seed
     if options.seconds is not None:
         call["num_frames"] = math.ceil(options.seconds * FPS)
@@ -255,38 +255,26 @@ def _run(
 ) -> tuple[GeneratedClip, dict[str, Any]]:
     """Generate with one method and measure it."""
     _, transformer = loaded_transformer(pipe)
-    plugin = arm.install(transformer, call["steps"]) if arm.install else nullcontext()
+    installed = arm.install(transformer, call["steps"]) if arm.install else nullcontext()
 
     def on_step(done: int, steps: int) -> None:
         if progress is not None:
             progress(arm.label, done, steps)
 
     started = time.perf_counter()
-    with plugin as installed, AttentionWatch(transformer) as watch:
+    with installed as plugin, AttentionWatch(transformer) as watch:
         made = generate_clip(pipe, **call, on_step=on_step)
-        summary = installed.summary() if arm.install else None
+        summary, records = (None, None) if plugin is None else (plugin.summary(), plugin.records())
     run = {
         "seconds": time.perf_counter() - started,
-        **watch.report(),
+        **watch.report(records),
         "summary": summary,
     }
     return made, run
 
 
-@dataclass
-class _LayerCall:
-    """One call of one attention module: when it ran, and what solspark recorded inside it."""
-
-    step: int
-    layer: int
-    tokens: int
-    start: Any
-    stop: Any
-    records: list[CallRecord]
-
-
 class AttentionWatch:
-    """Time every attention module of an H3 transformer and collect what served it.
+    """Time every step and every attention module of an H3 transformer.
 
     A context manager around a generation. It adds module hooks, changes no computation, and reads
     the device's clocks only in `report`, so that it does not slow the run down.
@@ -297,22 +285,24 @@ class AttentionWatch:
 
     def __init__(self, transformer: nn.Module):
         self._transformer = transformer
-        self._calls: list[_LayerCall] = []
+        self._clock = _Clock(next(transformer.parameters()).device)
         self._steps: list[list[Any]] = []
-        self._stack = ExitStack()
-        self._open: ExitStack | None = None
+        self._layers: list[tuple[int, int]] = []
+        self._times: list[list[Any]] = []
+        self._tokens = 0
+        self._hooks = ExitStack()
 
     def __enter__(self) -> AttentionWatch:
-        def hook(handle: Any) -> None:
-            self._stack.callback(handle.remove)
-
-        self._clock = _Clock(next(self._transformer.parameters()).device)
-        hook(self._transformer.register_forward_pre_hook(self._step_starts))
-        hook(self._transformer.register_forward_hook(self._step_stops))
-        for layer, block in enumerate(self._transformer.transformer_blocks):  # type: ignore[arg-type]
-            starts = _bound(self._layer_starts, layer)
-            hook(block.attn.register_forward_pre_hook(starts))
-            hook(block.attn.register_forward_hook(self._layer_stops))
+        blocks: Any = self._transformer.transformer_blocks
+        handles = [
+            self._transformer.register_forward_pre_hook(self._step_starts),
+            self._transformer.register_forward_hook(self._step_stops),
+        ]
+        for layer, block in enumerate(blocks):
+            handles.append(block.attn.register_forward_pre_hook(partial(self._starts, layer)))
+            handles.append(block.attn.register_forward_hook(self._stops))
+        for handle in handles:
+            self._hooks.callback(handle.remove)
         return self
 
     def __exit__(
@@ -321,72 +311,57 @@ class AttentionWatch:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._open is not None:
-            self._open.close()
-        self._stack.close()
+        self._hooks.close()
 
     def _step_starts(self, module: nn.Module, args: Any) -> None:
-        self._steps.append([self._clock.now(), None])
+        self._steps.append([self._clock.now()])
 
     def _step_stops(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._steps[-1][1] = self._clock.now()
+        self._steps[-1].append(self._clock.now())
 
-    def _layer_starts(self, layer: int, module: nn.Module, args: Any) -> None:
-        self._open = ExitStack()
-        records = self._open.enter_context(collect_records())
-        tokens = args[0].shape[1]
-        step = len(self._steps) - 1
-        self._calls.append(_LayerCall(step, layer, tokens, self._clock.now(), None, records))
+    def _starts(self, layer: int, module: nn.Module, args: Any) -> None:
+        self._tokens = args[0].shape[1]
+        self._layers.append((len(self._steps) - 1, layer))
+        self._times.append([self._clock.now()])
 
-    def _layer_stops(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._calls[-1].stop = self._clock.now()
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+    def _stops(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._times[-1].append(self._clock.now())
 
-    def report(self) -> dict[str, Any]:
-        """Return totals and one entry a step with one entry a layer; waits for the device."""
+    def report(self, records: list[dict[str, Any]] | None) -> dict[str, Any]:
+        """Return totals, and an entry a step with an entry a layer; waits for the device.
+
+        Args:
+            records: what the installed plugin says of the same calls in the same order, None for a
+                dense run.
+        """
         self._clock.wait()
-        steps = [
-            {"step": index, "ms": self._clock.ms(start, stop), "layers": []}
-            for index, (start, stop) in enumerate(self._steps)
+        steps: list[dict[str, Any]] = [
+            {"step": index, "ms": self._clock.ms(*times), "layers": []}
+            for index, times in enumerate(self._steps)
         ]
-        sparse = []
-        for call in self._calls:
-            layer = self._describe(call)
-            steps[call.step]["layers"].append(layer)
-            if layer["path"] == "sparse":
-                sparse.append(layer)
+        if records is None:
+            records = [{"kind": "dense"}] * len(self._layers)
+        for (step, layer), times, record in zip(self._layers, self._times, records, strict=True):
+            path, _, reason = record["kind"].partition(":")
+            entry: dict[str, Any] = {"layer": layer, "ms": self._clock.ms(*times), "path": path}
+            if path == "sparse":
+                for name in ("density", "video_density", "route", "implementations"):
+                    entry[name] = record[name]
+            elif reason:
+                entry["why"] = reason
+            steps[step]["layers"].append(entry)
         layers = [layer for step in steps for layer in step["layers"]]
+        sparse = [layer for layer in layers if layer["path"] == "sparse"]
         return {
             "denoise_ms": sum(step["ms"] for step in steps),
             "attention_ms": sum(layer["ms"] for layer in layers),
             "attention_calls": len(layers),
             "sparse_calls": len(sparse),
             "density": _mean([layer["density"] for layer in sparse]),
-            "tokens": self._calls[-1].tokens if self._calls else 0,
+            "video_density": _mean([layer["video_density"] for layer in sparse]),
+            "tokens": self._tokens,
             "steps": steps,
         }
-
-    def _describe(self, call: _LayerCall) -> dict[str, Any]:
-        """Say which path a layer took and what served it."""
-        attention = [item for item in call.records if item.operation == "block_sparse_attention"]
-        described: dict[str, Any] = {
-            "layer": call.layer,
-            "ms": self._clock.ms(call.start, call.stop),
-            "path": "sparse" if attention else "dense",
-        }
-        if attention:
-            record = attention[-1]
-            rows = record.call.query_tokens / call.tokens
-            density = record.density
-            described["density"] = density
-            # Context rows and the video rows of the mixed block read everything.
-            described["density_all_rows"] = None if density is None else density * rows + (1 - rows)
-            described["implementation"] = {
-                item.operation: item.implementation for item in call.records
-            }
-        return described
 
 
 class _Clock:
@@ -477,15 +452,6 @@ def _mean(values: list[float | None]) -> float | None:
     """Return the mean of the known values, None without any."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def _bound(function: Callable[..., None], layer: int) -> Callable[..., None]:
-    """Give a hook its layer number."""
-
-    def hook(module: nn.Module, args: Any) -> None:
-        function(layer, module, args)
-
-    return hook
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

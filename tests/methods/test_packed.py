@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from solspark.errors import UnsupportedError
 from solspark.methods import spark
@@ -28,7 +30,12 @@ from solspark.plan.virtual_queries import choose_virtual_queries
 from solspark.reference.anchors import anchors
 from solspark.reference.hierarchy import capacity_hierarchy
 from solspark.reference.reweight import reweight
-from solspark.testing import LAYOUTS, assert_close_to_oracle, make_qkv
+from solspark.testing import (
+    LAYOUTS,
+    assert_close_to_oracle,
+    make_qkv,
+    nan_filled_allocations,
+)
 from solspark.types import TokenGrid
 
 SPARK = PackedConfig()
@@ -284,6 +291,53 @@ def test_every_option_represents_every_token_once(options):
     assert 0 < record.density < 1
 
 
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    grid=st.tuples(st.integers(1, 5), st.integers(1, 8), st.integers(1, 13)),
+    context=st.integers(0, 140),
+    batch=st.integers(1, 2),
+    dim=st.sampled_from([64, 128]),
+    name=st.sampled_from(sorted(OPTIONS)),
+)
+def test_any_geometry_represents_every_token_once(grid, context, batch, dim, name):
+    grid = TokenGrid(*grid)
+    config = replace(SPARK, **OPTIONS[name])
+    query, key, value = make_qkv(batch, grid.tokens + context, 2, dim, seed=grid.tokens)
+    layout = PackedLayout(grid.tokens + context, grid.tokens)
+    if config.video_tail_mode == "pad" and context < -grid.tokens % 64 and layout.candidates:
+        with pytest.raises(ValueError, match="suffix too short"):
+            attend(query, key, value, config, grid)
+        return
+    constant = torch.linspace(-2, 2, dim).expand_as(value)
+    with nan_filled_allocations():
+        out, record = attend(query, key, constant, config, grid)
+        mixed, _ = attend(query, key, value, config, grid)
+    torch.testing.assert_close(out, constant.contiguous(), atol=3e-6, rtol=0)
+    dense = dense_oracle(query, key, value)
+    torch.testing.assert_close(
+        mixed[:, grid.tokens :].double(), dense[:, grid.tokens :], atol=3e-6, rtol=1e-5
+    )
+    if layout.candidates == 0:
+        torch.testing.assert_close(mixed.double(), dense, atol=3e-6, rtol=1e-5)
+    assert 0 < record.density <= 1
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_zero_and_large_inputs_stay_finite(dtype, which):
+    grid = TokenGrid(7, 11, 13)
+    tensors = list(make_qkv(1, grid.tokens + 30, 2, 64, dtype=dtype))
+    zero = [x * 0 if index == which else x for index, x in enumerate(tensors)]
+    large = [x * 200 if index <= which else x for index, x in enumerate(tensors)]
+    for inputs in (zero, large):
+        out, _ = attend(*inputs, SPARK, grid)
+        assert out.isfinite().all()
+        exact, _ = attend(*inputs, replace(SPARK, topk_ratio=1.0), grid)
+        q, k, v = (x.transpose(1, 2) for x in inputs)
+        peer = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        assert_close_to_oracle(exact, dense_oracle(*inputs), peer)
+
+
 def test_dropping_the_tail_attends_to_the_exact_blocks_alone():
     config = replace(FLAT, tail_granularity="none", topk_ratio=0.2)
     tensors = make_qkv(1, GRID.tokens + CONTEXT, 2, 64)
@@ -416,9 +470,9 @@ def test_the_dense_suffix_goes_through_the_callers_attention(base):
     ((q, k, v),) = seen
     assert q.shape[1] == grid.tokens % 64 + 70 and k.shape[1] == v.shape[1] == grid.tokens + 70
     assert torch.equal(q[:, -70:], query[:, -70:]) and torch.equal(k[:, -70:], key[:, -70:])
-    for given, own in ((key, k), (value, v)):
+    for mine, own in ((key, k), (value, v)):
         # The same keys, in some order.
-        assert torch.equal(given.sort(1).values, own.sort(1).values)
+        assert torch.equal(mine.sort(1).values, own.sort(1).values)
     assert ((out == 7.0).all(-1).sum(1) == grid.tokens % 64 + 70).all()
     assert (out[:, -70:] == 7.0).all()
     assert record.counters["dense_context"] == 1
@@ -582,6 +636,24 @@ def test_the_default_path_never_waits_for_the_device(base):
         attend(*tensors, base, grid, cache=cache)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_peak_memory_at_the_ten_second_shape():
+    grid = TokenGrid(72, 24, 42)
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    shape = (1, grid.tokens + 1008, 56, 128)
+    tensors = [
+        torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for _ in range(3)
+    ]
+    cache = {}
+    attend(*tensors, SPARK, grid, cache=cache)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    attend(*tensors, SPARK, grid, cache=cache)
+    assert torch.cuda.max_memory_allocated() - before < 4 * 2**30
 
 
 @pytest.mark.gpu

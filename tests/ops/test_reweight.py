@@ -119,6 +119,14 @@ def test_chunks_are_as_close(monkeypatch, workspace):
     check(reweight(anchor, key, value), anchor, key, value)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("parents", [2, 9])
+def test_offset_values_do_not_overflow(parents, device):
+    anchor, key, value = make(torch.float16, parents, tokens=1000, device=device)
+    value = value + 200
+    check(reweight(anchor, key, value), anchor, key, value)
+
+
 def test_batch_entries_are_independent():
     anchor, key, value = make(torch.float32, 3)
     both = reweight(anchor, key, value)

@@ -58,7 +58,7 @@ __all__ = [
 SUMMARY_BYTES = 2**30
 """Summaries of as many virtual queries as fit here exist at one time."""
 
-REORDER_BYTES = 2**30
+REORDER_BYTES = 3 * 2**29
 """Reordered copies of Q, K and V (one head at least) exist at one time within this."""
 
 Dense = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -291,7 +291,8 @@ class _Calls:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         batch, tokens, heads, dim = query.shape
         head_bytes = 3 * batch * tokens * dim * query.element_size()
-        step = max(1, min(heads, REORDER_BYTES // head_bytes))
+        groups = -(-heads // max(1, REORDER_BYTES // head_bytes))
+        step = -(-heads // groups)
         for first in range(0, heads, step):
             here = slice(first, min(first + step, heads))
             q = permute(query[:, :, here], orders.query[:, here])

@@ -1,4 +1,4 @@
-"""Stock diffusers models through the router: bit for bit with sparse off, pinned text with it on."""
+"""Stock diffusers models through the router: bit for bit with sparse off, text pinned with it."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_two_samples_equal_two_calls():
 
 
 class TinyPipeline:
-    """A classic pipeline in miniature: guidance runs the denoiser twice before the scheduler steps."""
+    """A classic pipeline in miniature: guidance runs the denoiser twice, then comes a step."""
 
     def __init__(self, model, inputs):
         from diffusers import FlowMatchEulerDiscreteScheduler

@@ -27,8 +27,8 @@ RANK = {
     "diagnose": 8,
     "solspark": 9,
     "integrations": 10,
-    "testing": 11,
-    "bench": 12,
+    "bench": 11,
+    "testing": 12,
     "cli": 13,
     "__main__": 14,
 }

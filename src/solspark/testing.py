@@ -230,3 +230,12 @@ def random_mask(
         mask[:, 0, 1] = False
         mask[:, 0, 1, -1] = True
     return mask.to(device)
+
+
+def __getattr__(name: str) -> Any:
+    """Offer `video_activations` without importing the benchmarks before it is asked for."""
+    if name == "video_activations":
+        from solspark.bench.activations import video_activations
+
+        return video_activations
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

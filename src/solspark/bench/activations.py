@@ -73,7 +73,7 @@ ARCHETYPES: dict[str, Archetype] = {
     for kind in (
         Archetype(
             name="local",
-            sharpness=20.0,
+            sharpness=21.0,
             position=(0.12, 0.16, 0.16),
             reach=(10.0, 2.5, 2.5),
             content=0.45,
@@ -82,7 +82,7 @@ ARCHETYPES: dict[str, Archetype] = {
         ),
         Archetype(
             name="spatial",
-            sharpness=20.0,
+            sharpness=21.0,
             position=(0.16, 0.04, 0.04),
             reach=(10.0, 5.0, 5.0),
             content=0.55,
@@ -91,7 +91,7 @@ ARCHETYPES: dict[str, Archetype] = {
         ),
         Archetype(
             name="temporal",
-            sharpness=20.0,
+            sharpness=21.0,
             position=(0.01, 0.2, 0.2),
             reach=(60.0, 2.0, 2.0),
             content=0.45,
@@ -100,7 +100,7 @@ ARCHETYPES: dict[str, Archetype] = {
         ),
         Archetype(
             name="global",
-            sharpness=22.5,
+            sharpness=23.0,
             position=(0.02, 0.02, 0.02),
             reach=(30.0, 10.0, 10.0),
             content=0.7,
@@ -109,7 +109,7 @@ ARCHETYPES: dict[str, Archetype] = {
         ),
         Archetype(
             name="text",
-            sharpness=19.0,
+            sharpness=20.0,
             position=(0.05, 0.05, 0.05),
             reach=(15.0, 5.0, 5.0),
             content=0.55,

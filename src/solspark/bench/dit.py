@@ -27,6 +27,8 @@ from solspark.bench.timing import synchronize
 EVALUATIONS = 19
 DENSE_EVALUATIONS = 4
 DENSE_LAYERS = 1
+MEASURED = 3
+"""Sparse evaluations that are run, the first one untimed."""
 FULL_HEADS = 56
 BACKENDS = {
     "dense-default": "native",
@@ -275,7 +277,7 @@ def _sparse(name: str) -> Callable[[Source, dict[str, Any]], Case]:
             label = f"{name} {sorted(known.items(), key=str)}"
             plugin = install(
                 bench.transformer,
-                num_denoise_steps=evaluations,
+                num_denoise_steps=MEASURED,
                 warmup_mode="warmup_steps",
                 warmup_steps=0,
                 dense_backend=backend,
@@ -283,7 +285,7 @@ def _sparse(name: str) -> Callable[[Source, dict[str, Any]], Case]:
             )
             with plugin as active:
                 active = plugin if active is None else active
-                step = bench.measure(label, 2, 1)
+                step = bench.measure(label, MEASURED - 1, 1)
                 seen["summary"] = active.summary()
             return dense, step
 
@@ -291,7 +293,7 @@ def _sparse(name: str) -> Callable[[Source, dict[str, Any]], Case]:
             verdict = _finite(result[1])
             calls = seen["summary"].get("processor_calls", {})
             layers = len(bench.transformer.transformer_blocks)
-            expected = (layers - known["dense_layers"]) * 3
+            expected = (layers - known["dense_layers"]) * MEASURED
             served = calls.get("sparse:sol", 0)
             if verdict.passed and served != expected:
                 return Verdict(f"{served} sparse attention calls, expected {expected}", 0.0)

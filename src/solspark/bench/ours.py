@@ -22,6 +22,7 @@ from solspark.bench.cost import attend_cost
 from solspark.bench.gate import Verdict, compare, gate_output, judge_plan
 from solspark.bench.inputs import Inputs
 from solspark.bench.lists import block_lists, executed_pairs, plan_density, plan_from_lists
+from solspark.bench.packed_gate import judge_packed
 from solspark.methods.sol import mean_summaries, sol_attn
 from solspark.ops.block_sparse_attention import block_sparse_attention
 from solspark.ops.pool import Pooled, pool
@@ -379,14 +380,14 @@ def packed_case(name: str, inputs: Inputs, options: dict[str, Any]) -> Case:
         return out
 
     def judge(out: Tensor) -> Verdict:
-        """Pass if everything-exact equals dense, and the result is no farther than nothing."""
+        """Pass if everything-exact equals dense, and the result equals the oracle of its plan."""
         record = records[0]
         everything = run(replace(config, topk_ratio=1.0))
         records[:] = [record]
         exact = gate_output(everything, inputs.query, inputs.key, inputs.value, inputs.sample)
         if not exact.passed:
             return Verdict(f"everything exact against dense: {exact.gate}", exact.relative_l2)
-        return judge_near(inputs, out, 1.0)
+        return judge_packed(inputs, out, config, options.get("impl"))
 
     return Case(
         run=run,

@@ -33,7 +33,7 @@ from solspark.plan.routing import plan_top_k
 from solspark.plan.select import budget
 from solspark.types import BLOCK, BlockPlan
 
-ROWS = 64
+ROWS = 192
 MASS = "dense attention mass of sampled rows inside the exact blocks"
 
 

@@ -46,7 +46,7 @@ DEFAULT_METHODS = {
     "layer": "spark,sol,dense-cudnn",
     "plan": "pool,score_blocks,select_blocks,sol,reblock",
     "reweight": "spark_reweight",
-    "dit": "dense-cudnn,spark,sol,dense-default,no-attention",
+    "dit": "dense-cudnn,spark,sol,no-attention,dense-default",
     "checks": "sol,spark",
     "quality": "recall,sol,spark",
 }

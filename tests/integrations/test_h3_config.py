@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from solspark.integrations.h3_config import (
     REBLOCK_NAMES,
@@ -15,6 +18,8 @@ from solspark.integrations.h3_config import (
     sol_config,
     spark_config,
 )
+from solspark.integrations.minimax_h3 import install_h3_sparse_attention
+from solspark.integrations.tiny_h3 import build_tiny_h3_transformer
 from solspark.methods.spark_config import PRESETS
 
 
@@ -276,7 +281,7 @@ def test_bool_options_are_type_errors() -> None:
 
 
 CHANGED = {
-    "sol_route_topk_ratio": 0.25,
+    "sol_route_topk_ratio": 0.5,
     "sol_tau": -1e9,
     "sol_thresh_type": "exact",
     "sol_kv_splits": 2,
@@ -291,15 +296,15 @@ CHANGED = {
     "sol_reweight_logmass_key": "pre_round",
     "sol_reweight_components": "bias_only",
     "sol_virtual_query_levels_up": 1,
-    "sol_virtual_query_target_blocks": 100,
-    "sol_virtual_query_min_blocks": 95,
-    "sol_virtual_query_max_blocks": 200,
+    "sol_virtual_query_target_blocks": 4,
+    "sol_virtual_query_min_blocks": 2,
+    "sol_virtual_query_max_blocks": 17,
     "sol_virtual_query_route_score": "weighted_k",
     "sol_route_global_weighted_mean": True,
     "sol_route_global_weighted_mean_side": "key",
     "landmark_tree_v2_children": (8, 4),
     "landmark_tree_v2_root_fanout": 4,
-    "landmark_tree_v2_final_fanout": 12,
+    "landmark_tree_v2_final_fanout": 4,
     "landmark_tree_v2_fanout_mode": "arbitrary_fanout",
     "landmark_tree_v2_landmark_mode": "mean",
     "landmark_tree_v2_landmark_count": 64,
@@ -321,8 +326,20 @@ CHANGED = {
 }
 COMPANIONS = {
     "sol_exact_block_radius": {"landmark_tree_v2_layout_reuse": "q_from_k"},
-    "sol_virtual_query_min_blocks": {"sol_virtual_query_target_blocks": 100},
-    "sol_virtual_query_max_blocks": {"sol_virtual_query_target_blocks": 100},
+    # Twenty blocks under fan-out 16 have levels of 1, 16 and 20 nodes. Near 4 blocks a node are
+    # the sixteen, which have single blocks among them; near 16 is the one, which is larger than 17.
+    "sol_virtual_query_target_blocks": {"sol_virtual_query_min_blocks": 1},
+    "sol_virtual_query_min_blocks": {
+        "sol_virtual_query_target_blocks": 4,
+        "sol_virtual_query_min_blocks": 1,
+    },
+    "sol_virtual_query_max_blocks": {
+        "sol_virtual_query_target_blocks": 16,
+        "sol_virtual_query_min_blocks": 1,
+    },
+    "sol_tau": {"sol_route_topk_ratio": None},
+    "sol_thresh_type": {"sol_route_topk_ratio": None},
+    "sol_route_global_weighted_mean_side": {"sol_route_global_weighted_mean": True},
     "sol_virtual_query_route_score": {"sol_force_local_blocks": True},
     "landmark_tree_v2_final_fanout": {"landmark_tree_v2_fanout_mode": "arbitrary_fanout"},
 }
@@ -341,6 +358,46 @@ def test_every_option_reaches_packed_attention(name: str) -> None:
         assert getattr(packed, ROUTING_NAMES[name]) == CHANGED[name]
     else:
         assert getattr(packed.reblock, REBLOCK_NAMES[name]) == CHANGED[name]
+
+
+@pytest.fixture(scope="module")
+def spark_output(make_request: Any) -> Callable[..., Tensor]:
+    """Output of a forward in bfloat16 whose second layer alone is sparse: 20 blocks and 16 rows."""
+    transformer = build_tiny_h3_transformer(layers=2, dtype=torch.bfloat16)
+    request = make_request("t2va", (9, 9, 16))
+
+    def run(**options: Any) -> Tensor:
+        config = spark_config(
+            **{
+                "num_denoise_steps": 1,
+                "warmup_ratio": 0.0,
+                "min_tokens": 0,
+                "sol_route_topk_ratio": 0.25,
+                **options,
+            }
+        )
+        with install_h3_sparse_attention(transformer, config) as plugin, torch.no_grad():
+            video, _ = transformer(**request.inputs(0.4))
+            assert plugin.summary()["processor_calls"]["sparse:sol"] == 1
+        return video
+
+    return run
+
+
+UNCHANGED = {
+    # Names of one exact plan, reported as what they resolve to.
+    "sol_route_topk_execution",
+    # Two orders of the same additions on a GPU; one path here.
+    "landmark_tree_v2_midpoint_direction_mode",
+}
+
+
+@pytest.mark.parametrize("name", sorted(CHANGED))
+def test_every_option_is_effective(spark_output: Callable[..., Tensor], name: str) -> None:
+    companions = COMPANIONS.get(name, {})
+    changed = spark_output(**{**companions, name: CHANGED[name]})
+    assert changed.isfinite().all()
+    assert torch.equal(changed, spark_output(**companions)) == (name in UNCHANGED)
 
 
 def test_schedule_of_ratios() -> None:

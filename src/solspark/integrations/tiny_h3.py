@@ -84,6 +84,10 @@ def build_tiny_h3_transformer(
             time_embed_hidden_dim=48,
             time_embed_dim=32,
         )
+        for name, parameter in transformer.named_parameters():
+            if name.endswith(("norm_q.weight", "norm_k.weight")):
+                # Learned norms are never all one; with ones, every query would be equally long.
+                parameter.data += 0.3 * torch.randn_like(parameter)
     _cast(transformer, dtype)
     return transformer.to(device).eval()
 

@@ -18,10 +18,11 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --progress-bar off -e ".[diffusers,cli,bench,test]"
 	@touch $(STAMP)
 
-# A dense and a Spark run of a tiny random-weight MiniMax-H3, no download: two clips, a contact sheet, a report.
+# A dense and a Spark run of a tiny random-weight MiniMax-H3, no download: two clips, a contact sheet,
+# a report.
 demo: $(STAMP)
 	$(BIN)/solspark env
-	$(BIN)/solspark generate --model tiny --method spark --compare dense --out $(OUT)
+	$(BIN)/solspark generate --model tiny --method spark --compare dense --height 192 --width 320 --out $(OUT)
 
 # One thread a process: two workers with two threads each fight over two cores.
 test: $(STAMP)

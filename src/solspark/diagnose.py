@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import pkgutil
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from statistics import NormalDist
 from typing import Any
@@ -18,6 +19,8 @@ from .ops import _dispatch
 from .types import BLOCK, AttentionCall, block_count
 
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "numpy")
+FLOAT32_INPUTS = frozenset({"anchors", "select_blocks"})
+"""Operations that read means and scores, float32 whatever the attention's dtype (or float64)."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +113,10 @@ def environment() -> dict[str, Any]:
 
 
 def operations() -> tuple[str, ...]:
-    """Return every operation that has an implementation registered, in alphabetical order."""
-    modules = [found.name for found in pkgutil.iter_modules(ops.__path__)]
-    names = {*_dispatch.OPERATIONS, *(name for name in modules if not name.startswith("_"))}
-    return tuple(sorted(name for name in names if _has_implementation(name)))
+    """Return every operation that has an implementation, in alphabetical order."""
+    for found in pkgutil.iter_modules(ops.__path__, ops.__name__ + "."):
+        importlib.import_module(found.name)
+    return tuple(sorted(_dispatch._registry))
 
 
 def explain(call: AttentionCall) -> list[Served]:
@@ -211,6 +214,8 @@ def estimate(
 
 def _explain_operation(operation: str, call: AttentionCall) -> Served:
     """Ask every implementation of one operation."""
+    if operation in FLOAT32_INPUTS and call.dtype != torch.float64:
+        call = replace(call, dtype=torch.float32)
     chosen: str | None = None
     declined: list[tuple[str, tuple[str, ...]]] = []
     passed_over: list[str] = []
@@ -223,14 +228,6 @@ def _explain_operation(operation: str, call: AttentionCall) -> Served:
         else:
             passed_over.append(name)
     return Served(operation, chosen, tuple(declined), tuple(passed_over))
-
-
-def _has_implementation(name: str) -> bool:
-    """Whether a module of `ops` registers an operation of its name."""
-    try:
-        return bool(_dispatch.implementations(name))
-    except ValueError:
-        return False
 
 
 def _version(package: str) -> str | None:

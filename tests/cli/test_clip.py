@@ -79,7 +79,8 @@ def test_a_contact_sheet_shows_each_clip_and_its_difference_from_the_first(tmp_p
     path = tmp_path / "sheet.png"
     brighter = (frames.int() + 10).clamp(max=255).to(torch.uint8)
     clip.write_contact_sheet(path, [("dense", frames), ("spark", brighter)], columns=3)
-    sheet = Image.open(path).convert("RGB")
+    with Image.open(path) as stored:
+        sheet = stored.convert("RGB")
     assert sheet.size == (3 * (48 + 4) + 4, 3 * (32 + 4 + 18) + 4)
 
     def pixel(row: int, column: int, x: int, y: int) -> tuple[int, ...]:
@@ -91,6 +92,14 @@ def test_a_contact_sheet_shows_each_clip_and_its_difference_from_the_first(tmp_p
         assert pixel(1, column, 40, 25) == tuple(brighter[frame, 25, 40].tolist())
         step = brighter[frame, 25, 40].int() - frames[frame, 25, 40].int()
         assert pixel(2, column, 40, 25) == tuple((step * 8 + 128).clamp(0, 255).tolist())
+
+
+def test_a_contact_sheet_shows_wide_frames_smaller(tmp_path):
+    frames = torch.full((2, 96, 640, 3), 90, dtype=torch.uint8)
+    clip.write_contact_sheet(tmp_path / "sheet.png", [("dense", frames)])
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.size == (2 * (320 + 4) + 4, 48 + 4 + 18 + 4)
+        assert sheet.getpixel((4 + 300, 4 + 18 + 40)) == (90, 90, 90)
 
 
 def test_a_contact_sheet_refuses_clips_of_different_shapes(tmp_path, frames):

@@ -27,7 +27,8 @@ def test_every_operation_is_explained_and_eager_serves_the_cpu():
     served = diagnose.explain(CALL)
     names = [item.operation for item in served]
     assert names == sorted(names)
-    assert {"pool", "select_blocks", "block_sparse_attention", "merge", "reblock"} <= set(names)
+    expected = {"pool", "thresholds", "select_blocks", "block_sparse_attention", "features"}
+    assert expected <= set(names)
     for item in served:
         assert item.implementation == "eager", item
         for name, reasons in item.declined:
@@ -49,6 +50,24 @@ def test_the_best_that_can_serve_is_named_with_the_reasons_of_the_others(monkeyp
     pool = next(item for item in diagnose.explain(CALL) if item.operation == "pool")
     assert pool.implementation is None
     assert [name for name, _ in pool.declined] == ["hopper", "triton", "eager"]
+
+
+def test_an_operation_on_scores_is_asked_about_float32(monkeypatch):
+    seen = {}
+
+    def remember(operation):
+        def reasons(call):
+            seen[operation] = call.dtype
+            return []
+
+        return {"eager": _dispatch.Implementation("eager", reasons, lambda: None)}
+
+    for operation in ("pool", "select_blocks"):
+        monkeypatch.setitem(_dispatch._registry, operation, remember(operation))
+    diagnose.explain(CALL)
+    assert seen == {"pool": torch.bfloat16, "select_blocks": torch.float32}
+    diagnose.explain(replace(CALL, dtype=torch.float64))
+    assert seen["select_blocks"] == torch.float64
 
 
 def test_a_budget_gives_the_density_of_a_counted_plan():

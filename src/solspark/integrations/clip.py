@@ -138,7 +138,8 @@ def write_contact_sheet(
     Args:
         path: ends with .png.
         rows: (label, uint8 frames [F, H, W, 3]) pairs of equal shape.
-        columns: frames a row; fewer when the clip is shorter.
+        columns: frames a row; fewer when the clip is shorter. Frames wider than 320 pixels are
+            shown smaller.
 
     Raises:
         ValueError: no row, or rows of different shapes.
@@ -157,6 +158,8 @@ def write_contact_sheet(
     from PIL import Image, ImageDraw, ImageFont
 
     count, height, width, _ = rows[0][1].shape
+    scale = min(1.0, 320 / width)
+    height, width = max(1, round(height * scale)), max(1, round(width * scale))
     columns = min(columns, count)
     picked = torch.linspace(0, count - 1, columns).round().long()
     shown = [(label, frames[picked]) for label, frames in rows]
@@ -179,6 +182,8 @@ def write_contact_sheet(
         for column in range(columns):
             left = margin + column * (width + margin)
             image = Image.fromarray(frames[column].contiguous().numpy())
+            if scale < 1:
+                image = image.resize((width, height), Image.Resampling.LANCZOS)
             sheet.paste(image, (left, top + caption))
             draw.text(
                 (left + 2, top + caption + 1),

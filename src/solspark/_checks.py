@@ -75,7 +75,8 @@ def check_float(name: str, value: Any, *, finite: bool = True) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a number, got {value!r}")
     number = float(value)
-    if math.isnan(number) or (finite and math.isinf(number)):
+    # Comparisons, not math.isfinite: torch.compile keeps a float symbolic through these.
+    if number != number or (finite and not -math.inf < number < math.inf):
         raise ValueError(f"{name}: expected a {'finite ' if finite else ''}number, got {number}")
     return number
 

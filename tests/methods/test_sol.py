@@ -71,6 +71,14 @@ def test_scale_reaches_scores_thresholds_and_logits() -> None:
     torch.testing.assert_close(out, dense(*tensors, scale=0.5))
 
 
+def test_scale_reaches_the_floor_of_the_thresholds() -> None:
+    """Scores that differ by less than the floor of their variance select nothing."""
+    tensors = make_qkv(1, 331, 2, 64)
+    _, usual = sol_attn(*tensors, local_radius=-1, return_stats=True)
+    _, tiny = sol_attn(*tensors, local_radius=-1, scale=1e-5, return_stats=True)
+    assert int(usual.exact_blocks) > 0 and int(tiny.exact_blocks) == 0
+
+
 # Every token once ---------------------------------------------------------------------------------
 
 

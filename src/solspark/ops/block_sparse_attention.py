@@ -210,6 +210,37 @@ class _Heads:
     key_row: Tensor
 
 
+@torch.library.custom_op("solspark::block_sparse_attention_eager", mutates_args=())
+def _opaque(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bits: Tensor,
+    indices: Tensor,
+    counts: Tensor,
+    keys: Tensor | None,
+    values: Tensor | None,
+    log_mass: Tensor | None,
+    parents: Tensor | None,
+    scale: float,
+    key_bias: Tensor | None,
+    tail: str,
+    kv_splits: int,
+) -> tuple[Tensor, Tensor]:
+    """Attend eagerly as one node of a compiled graph; the lists' lengths are not the graph's."""
+    plan = BlockPlan(bits, indices, counts, query.shape[1], key.shape[1])
+    summaries = None
+    if keys is not None and values is not None and log_mass is not None:
+        summaries = BlockSummaries(keys, values, log_mass, parents)
+    return _attend(query, key, value, plan, summaries, scale, key_bias, tail, kv_splits)
+
+
+@_opaque.register_fake
+def _(query, key, value, bits, indices, counts, keys, values, log_mass, parents, *_):
+    lse_type = _checks.accumulation_dtype(query.dtype)
+    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=lse_type)
+
+
 def _eager(
     query: Tensor,
     key: Tensor,
@@ -221,6 +252,27 @@ def _eager(
     tail: str,
     kv_splits: int,
     return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attend, inside a compiled graph as one node of it (which has no backward)."""
+    if not torch.compiler.is_compiling():
+        return _attend(query, key, value, plan, summaries, scale, key_bias, tail, kv_splits)
+    stored = (None, None, None, None)
+    if summaries is not None:
+        stored = (summaries.keys, summaries.values, summaries.log_mass, summaries.parents)
+    lists = (plan.bits, plan.indices, plan.counts)
+    return _opaque(query, key, value, *lists, *stored, scale, key_bias, tail, kv_splits)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: BlockPlan,
+    summaries: BlockSummaries | None,
+    scale: float,
+    key_bias: Tensor | None,
+    tail: str,
+    kv_splits: int,
 ) -> tuple[Tensor, Tensor]:
     """Attend a few heads at a time; gather the lists of a few query blocks, multiply at once."""
     dtype = _checks.accumulation_dtype(query.dtype)

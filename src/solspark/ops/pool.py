@@ -100,8 +100,8 @@ def _eager(
     blocks = block_count(tokens, block)
     if key_bias is None:
         weights = None
-        log_mass = torch.full((batch, 1, blocks), math.log(block), dtype=dtype, device=key.device)
-        log_mass[..., -1] = math.log(tokens - (blocks - 1) * block)
+        lengths = tokens - torch.arange(blocks, device=key.device) * block
+        log_mass = lengths.clamp(max=block).to(dtype).log().expand(batch, 1, blocks)
     else:
         padding = (0, blocks * block - tokens)
         padded = torch.nn.functional.pad(key_bias, padding, value=-math.inf)
@@ -127,11 +127,30 @@ def _eager(
     )
 
 
+@torch.library.custom_op("solspark::block_means_eager", mutates_args=())
+def _opaque(rows: Tensor, weights: Tensor | None, block: int) -> Tensor:
+    """Take block means as one node of a compiled graph, which then serves any length."""
+    return _mean_chunks(rows, weights, block)
+
+
+@_opaque.register_fake
+def _(rows, weights, block):
+    batch, tokens, heads, head_dim = rows.shape
+    shape = (batch, heads, block_count(tokens, block), head_dim)
+    return rows.new_empty(shape, dtype=_checks.accumulation_dtype(rows.dtype))
+
+
 def _block_means(rows: Tensor, weights: Tensor | None, block: int) -> Tensor:
     """Return the (weighted) mean of each block of rows [B, L, H, D] as [B, H, N, D].
 
     Weights are [B, 1 or H, L], summing to 1 over a block, or all zero. Accumulation type.
     """
+    means = _opaque if torch.compiler.is_compiling() else _mean_chunks
+    return means(rows, weights, block)
+
+
+def _mean_chunks(rows: Tensor, weights: Tensor | None, block: int) -> Tensor:
+    """Take block means, some blocks at a time."""
     dtype = _checks.accumulation_dtype(rows.dtype)
     batch, tokens, heads, head_dim = rows.shape
     blocks = block_count(tokens, block)

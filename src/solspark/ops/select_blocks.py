@@ -127,7 +127,93 @@ def select_blocks(
     return plan
 
 
+def list_width(
+    columns: int,
+    top_k: int | None,
+    sinks: Sequence[Range],
+    dense_rows: Sequence[Range],
+    local_radius: int,
+) -> int:
+    """Return the most key blocks that a row can read, known without looking at the scores."""
+    if top_k is None or dense_rows:
+        return columns
+    most = top_k + sum(stop - first for first, stop in sinks) + max(0, 2 * local_radius + 1)
+    return max(1, min(most, columns))
+
+
+@torch.library.custom_op("solspark::select_blocks_eager", mutates_args=())
+def _opaque(
+    scores: Tensor,
+    thresholds: Tensor | None,
+    top_k: int | None,
+    candidates: int,
+    sinks: Sequence[int],
+    dense_rows: Sequence[int],
+    local_radius: int,
+    live: Tensor | None,
+    query_tokens: int,
+    key_tokens: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Select eagerly as one node of a compiled graph, rather than one for each head."""
+    plan = _select(
+        scores,
+        thresholds,
+        top_k,
+        candidates,
+        _pairs(sinks),
+        _pairs(dense_rows),
+        local_radius,
+        live,
+        query_tokens,
+        key_tokens,
+    )
+    return plan.bits, plan.indices, plan.counts
+
+
+@_opaque.register_fake
+def _(scores, thresholds, top_k, candidates, sinks, dense_rows, local_radius, *_):
+    columns = scores.shape[3]
+    width = list_width(columns, top_k, _pairs(sinks), _pairs(dense_rows), local_radius)
+    index_type = torch.int16 if columns < 2**15 else torch.int32
+    return (
+        scores.new_empty((*scores.shape[:3], -(-columns // 32)), dtype=torch.int32),
+        scores.new_empty((*scores.shape[:3], width), dtype=index_type),
+        scores.new_empty(scores.shape[:3], dtype=torch.int32),
+    )
+
+
+def _pairs(flat: Sequence[int]) -> tuple[Range, ...]:
+    """Return the ranges of a flat list (operators take lists of ints only)."""
+    return tuple(zip(flat[::2], flat[1::2], strict=True))
+
+
 def _eager(
+    scores: Tensor,
+    thresholds: Tensor | None,
+    top_k: int | None,
+    candidates: int,
+    sinks: tuple[Range, ...],
+    dense_rows: tuple[Range, ...],
+    local_radius: int,
+    live: Tensor | None,
+    query_tokens: int,
+    key_tokens: int,
+) -> BlockPlan:
+    """Select, inside a compiled graph as one node of it."""
+    tokens = (query_tokens, key_tokens)
+    if not torch.compiler.is_compiling():
+        return _select(
+            scores, thresholds, top_k, candidates, sinks, dense_rows, local_radius, live, *tokens
+        )
+    flat_sinks = [edge for item in sinks for edge in item]
+    flat_rows = [edge for item in dense_rows for edge in item]
+    lists = _opaque(
+        scores, thresholds, top_k, candidates, flat_sinks, flat_rows, local_radius, live, *tokens
+    )
+    return BlockPlan(*lists, *tokens)
+
+
+def _select(
     scores: Tensor,
     thresholds: Tensor | None,
     top_k: int | None,
@@ -166,11 +252,8 @@ def _eager(
                 picked = _largest(here, candidate, min(top_k or 0, columns))
             exact = (picked & candidate) | always
             mask[sample, head] = exact if alive is None else exact & alive
-    most = columns
-    if top_k is not None and not dense_rows:
-        band = max(0, 2 * local_radius + 1)
-        most = top_k + sum(stop - first for first, stop in sinks) + band
-    return plan_from_mask(mask, query_tokens=query_tokens, key_tokens=key_tokens, most=max(most, 1))
+    most = list_width(columns, top_k, sinks, dense_rows, local_radius)
+    return plan_from_mask(mask, query_tokens=query_tokens, key_tokens=key_tokens, most=most)
 
 
 def _largest(scores: Tensor, candidate: Tensor, count: int) -> Tensor:

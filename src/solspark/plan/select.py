@@ -92,7 +92,9 @@ def plan_sol(
     scale = resolve_scale(scale, head_dim)
     live = pooled.live
     pairs = block_count(query_tokens) * block_count(key_tokens)
-    step = max(1, SCORE_BYTES // (batch * pairs * pooled.query_means.element_size()))
+    head_bytes = batch * pairs * pooled.query_means.element_size()
+    # The common case first: torch.compile then guards a bound on T and not a value of `step`.
+    step = heads if heads * head_bytes <= SCORE_BYTES else max(1, SCORE_BYTES // head_bytes)
     parts = []
     for first in range(0, heads, step):
         mine = slice(first, first + step)

@@ -39,11 +39,11 @@ def best_dense(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tenso
     backend = SDPBackend.CUDNN_ATTENTION if device.type == "cuda" else None
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        swapped = [x.transpose(1, 2) for x in (query, key, value)]
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         if backend is None:
-            return F.scaled_dot_product_attention(*swapped).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
         with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(*swapped).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
     return attend
 

@@ -39,7 +39,7 @@ def _strided(case: Case, inputs: Inputs, name: str, options: dict[str, Any]) -> 
     fused = inputs.query.new_full((batch, tokens, 3, heads, dim), torch.nan)
     for part, tensor in enumerate((inputs.query, inputs.key, inputs.value)):
         fused[:, :, part] = tensor
-    views = Inputs(inputs.problem, *fused.unbind(2), inputs.kind)
+    views = Inputs(inputs.problem, fused[:, :, 0], fused[:, :, 1], fused[:, :, 2], inputs.kind)
     fused_case = _builder(views, name, options)
     if not torch.equal(first, fused_case.run()):
         return Verdict("views of a fused projection differ from contiguous tensors", 0.0)
@@ -48,7 +48,8 @@ def _strided(case: Case, inputs: Inputs, name: str, options: dict[str, Any]) -> 
         x.transpose(1, 2).contiguous().transpose(1, 2)
         for x in (inputs.query, inputs.key, inputs.value)
     ]
-    other = _builder(Inputs(inputs.problem, *swapped, inputs.kind), name, options)
+    query, key, value = swapped
+    other = _builder(Inputs(inputs.problem, query, key, value, inputs.kind), name, options)
     if not torch.equal(first, other.run()):
         return Verdict("head-major tensors differ from token-major ones", 0.0)
     return Verdict("pass", 0.0)

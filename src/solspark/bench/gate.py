@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from solspark._checks import resolve_scale
 from solspark.types import BLOCK, BlockPlan, block_count
 
 LOG2_E = 1.4426950408889634
@@ -245,7 +246,7 @@ def gate_output(
         tail: "none", "query" or "block" (plain block means).
         scale: 1 / sqrt(D) unless given.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = resolve_scale(scale, query.shape[-1])
     rows = sample.rows[sample.rows < output.shape[1]]
     group = query.shape[2] // key.shape[2]
     got, oracle, rounding = [], [], []
@@ -286,7 +287,7 @@ def dense_rows(
     query: Tensor, key: Tensor, value: Tensor, sample: RowSample, *, scale: float | None = None
 ) -> Tensor:
     """Return float64 [B, heads of the sample, R, D]: dense attention of the sampled rows."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = resolve_scale(scale, query.shape[-1])
     group = query.shape[2] // key.shape[2]
     return torch.stack(
         [
@@ -340,7 +341,7 @@ def judge_plan(
         local_radius: band outside the budget.
         scale: 1 / sqrt(D) unless given.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = resolve_scale(scale, query.shape[-1])
     a = scale * LOG2_E
     eps = torch.finfo(query.dtype).eps
     blocks = torch.unique(sample.rows // BLOCK)

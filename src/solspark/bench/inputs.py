@@ -98,7 +98,8 @@ def make_inputs(
         tensors = _load(file, problem, device, dtype)
     else:
         raise ValueError(f"inputs: expected one of {', '.join(KINDS)}, got {kind!r}")
-    return Inputs(problem, *tensors, kind)
+    query, key, value = tensors
+    return Inputs(problem, query, key, value, kind)
 
 
 def _load(file: Path, problem: Problem, device: torch.device, dtype: torch.dtype) -> list[Tensor]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from solspark._checks import resolve_scale
 from solspark.bench import ours
 from solspark.bench.activations import head_kind, video_activations
 from solspark.bench.case import Case, error_against_dense, judge_near, method
@@ -29,7 +30,7 @@ from solspark.methods.spark_order import plan_orders
 from solspark.ops.permute import permute
 from solspark.ops.pool import pool
 from solspark.plan.layout import PackedLayout
-from solspark.plan.routing import plan_top_k
+from solspark.plan.routing import plan_tau, plan_top_k
 from solspark.plan.select import budget
 from solspark.types import BLOCK, BlockPlan
 
@@ -58,7 +59,14 @@ class Target:
 
 
 TARGETS = (
-    Target("blocks kept by tau 1.0", 0.10, 0.26, "sol", {"tau": 1.0}, lambda row: row.density),
+    Target(
+        "video blocks kept by tau 1.0",
+        0.10,
+        0.26,
+        "recall",
+        {"order": "given", "tau": 1.0},
+        lambda row: row.density,
+    ),
     Target(
         "mass recall of 10 %, given order",
         0.66,
@@ -148,23 +156,39 @@ def _orders(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return inputs._cache["orders"]
 
 
-def _routed(inputs: Inputs, order: str, ratio: float) -> tuple[Tensor, Tensor, BlockPlan, Any]:
-    """Return query and key in an order, their top-k plan, and the orders (None as given)."""
-    query, key, found = inputs.query, inputs.key, None
+def _routed(
+    inputs: Inputs, order: str, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, BlockPlan, float]:
+    """Return query and key in an order, the plan of their sparse rows, and the share of candidates.
+
+    The route is a budget (`topk_ratio`), or Sol's threshold (`tau`) with its local band.
+    """
+    query, key = inputs.query, inputs.key
     if order == "reblocked":
-        found = _orders(inputs)
-        query, key = permute(query, found[0]), permute(key, found[1])
+        by_query, by_key = _orders(inputs)
+        query, key = permute(query, by_query), permute(key, by_key)
     layout = PackedLayout(query.shape[1], inputs.problem.video_tokens)
     pooled = pool(query[:, : layout.sparse_tokens], key, None)
     assert pooled.query_means is not None
-    route = plan_top_k(
-        pooled.query_means,
-        pooled.key_means,
-        layout,
-        top_k=budget(ratio, layout.candidates),
-        scale=query.shape[-1] ** -0.5,
-    )
-    return query, key, route.plan, found
+    means = (pooled.query_means, pooled.key_means)
+    scale = query.shape[-1] ** -0.5
+    if "tau" in options:
+        route = plan_tau(
+            *means,
+            pooled.key_mean,
+            pooled.key_var,
+            layout,
+            tau=options["tau"],
+            kind="diag",
+            scale=scale,
+            local_radius=1,
+        )
+    else:
+        top_k = budget(options.get("topk_ratio", 0.1), layout.candidates)
+        route = plan_top_k(*means, layout, top_k=top_k, scale=scale)
+    sinks = layout.key_blocks - layout.candidates
+    kept = (float(route.plan.counts.double().mean()) - sinks) / layout.candidates
+    return query, key, route.plan, kept
 
 
 def mass_recall(
@@ -178,7 +202,7 @@ def mass_recall(
         sample: rows (in the order of the plan) and heads.
         scale: 1 / sqrt(D) unless given.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = resolve_scale(scale, query.shape[-1])
     rows = sample.rows[sample.rows < plan.query_tokens]
     shares = []
     for head in sample.heads:
@@ -189,17 +213,19 @@ def mass_recall(
     return torch.stack(shares)
 
 
-@method("quality", "recall", "topk_ratio", "order")
+@method("quality", "recall", "topk_ratio", "tau", "order")
 def _recall(inputs: Inputs, options: dict[str, Any]) -> Case:
-    """Build the mass recall of a top-k route in the given order or reblocked."""
+    """Build the mass recall of a route in the given order or reblocked.
+
+    The row's density is the share of the candidate blocks, those of the video alone.
+    """
     order = options.get("order", "given")
     if order not in ("given", "reblocked"):
         raise ValueError(f"order: expected given or reblocked, got {order!r}")
 
     def run() -> tuple[float, float]:
-        query, key, plan, _ = _routed(inputs, order, options.get("topk_ratio", 0.1))
-        recall = mass_recall(query, key, plan, wide_sample(inputs))
-        return float(recall.mean()), float(plan.counts.double().mean()) / plan.key_blocks
+        query, key, plan, kept = _routed(inputs, order, options)
+        return float(mass_recall(query, key, plan, wide_sample(inputs)).mean()), kept
 
     return Case(
         run=run,
@@ -225,7 +251,7 @@ def route_masks(
     inputs = Inputs(replace(problem, heads=1), *tensors, "video")
     found = {}
     for order, words in (("given", "given order"), ("reblocked", "reblocked")):
-        query, key, plan, _ = _routed(inputs, order, ratio)
+        query, key, plan, _ = _routed(inputs, order, {"topk_ratio": ratio})
         rows = torch.arange(plan.query_blocks, device=device) * BLOCK
         mask = exact_blocks_of_rows(plan, rows, 0, 0).cpu()
         recall = mass_recall(query, key, plan, wide_sample(inputs))
@@ -259,7 +285,7 @@ def calibration_table(rows: Sequence[Row]) -> str:
 
 
 SWEEPS: tuple[tuple[tuple[str, ...], dict[str, list[Any]]], ...] = (
-    (("recall",), {"topk_ratio": [0.1, 0.2], "order": ["given", "reblocked"]}),
+    (("recall",), {"topk_ratio": [0.1, 0.2], "tau": [1.0], "order": ["given", "reblocked"]}),
     (("sol",), {"topk_ratio": [0.1], "tau": [1.0]}),
     (("spark",), {"topk_ratio": [0.1]}),
     (

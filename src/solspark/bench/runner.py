@@ -528,7 +528,7 @@ def table(rows: Iterable[Row], *, untimed: bool = False) -> list[list[str]]:
     """
     rows = [row for row in rows if untimed or row.ms is not None or not row.passed]
     base = baselines(rows)
-    cells = [list(COLUMNS)]
+    cells: list[list[str]] = [list(COLUMNS)]
     for row in rows:
         faster = speed_up(row, base)
         cells.append(

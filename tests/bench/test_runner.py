@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from solspark.bench import runner, timing
+from solspark.bench.case import METHODS, Case, Unavailable, method
+from solspark.bench.gate import Verdict
+from solspark.bench.rows import read_rows
+
+runner.load_cases()
+QUICK = ["--target-s", "0.05", "--problem", "tiny", "--commit", "abc"]
+
+
+def take(tmp_path, *arguments, code=0):
+    out = tmp_path / "rows.jsonl"
+    assert runner.main([*QUICK, "--out", str(out), *arguments]) == code
+    return list(read_rows([out])) if out.exists() else []
+
+
+def test_every_level_of_the_tiny_problem_is_measured_on_a_cpu(tmp_path, capsys):
+    rows = take(tmp_path, "--level", "attend,call,layer,plan,reweight,checks", "--run", "one")
+    assert {row.level for row in rows} == {
+        "attend", "call", "layer", "plan", "reweight", "checks",
+    }  # fmt: skip
+    assert all(row.passed for row in rows)
+    timed = [row for row in rows if row.level != "checks"]
+    assert all(row.ms and row.ms > 0 for row in timed)
+    assert all((row.gpu, row.commit, row.run) == ("cpu", "abc", "one") for row in rows)
+    sol = next(row for row in rows if (row.level, row.method) == ("call", "sol"))
+    assert sol.options == {"inputs": "gaussian", "topk_ratio": 0.1}
+    assert sol.implementation == "eager" and sol.precision == "fp32"
+    assert 0.1 < sol.density < 0.4 and 0 < sol.error["relative_l2"] < 1
+    spark = next(row for row in rows if (row.level, row.method) == ("layer", "spark"))
+    assert spark.density and spark.error
+    capsys.readouterr()
+
+
+def test_a_run_resumes_where_it_stopped(tmp_path, capsys):
+    arguments = ("--level", "plan", "--methods", "pool,score_blocks", "--run", "one")
+    first = take(tmp_path, *arguments)
+    again = take(tmp_path, *arguments)
+    assert [row.ms for row in again] == [row.ms for row in first]
+    assert "taken already" in capsys.readouterr().err
+    more = take(tmp_path, "--level", "plan", "--methods", "pool,select_blocks", "--run", "one")
+    assert len(more) == 3
+    fresh = take(tmp_path, "--level", "plan", "--methods", "pool", "--run", "two")
+    assert len(fresh) == 4
+
+
+def test_budgets_and_thresholds_are_alternatives_and_other_options_multiply():
+    arguments = runner.parser("x").parse_args(
+        ["--topk-ratio", "0.1,0.2", "--tau", "1.0", "--tail", "query,none", "--set", "scale=0.5"]
+    )
+    settings = runner.settings_from(arguments)
+    found = list(runner.expand(METHODS["call", "sol"], settings))
+    assert len(found) == 6
+    assert {"inputs": "gaussian", "tau": 1.0, "tail": "none", "scale": 0.5} in found
+    # Spark has a budget only, and a peer takes no option of ours.
+    assert [item["topk_ratio"] for item in runner.expand(METHODS["call", "spark"], settings)] == [
+        0.1,
+        0.2,
+    ]
+    peers = list(runner.expand(METHODS["call", "comfy-kitchen-sol"], settings))
+    assert all("scale" not in item for item in peers) and len(peers) == 3
+    assert list(runner.expand(METHODS["call", "dense-cudnn"], settings)) == [{"inputs": "gaussian"}]
+
+
+def test_a_threshold_alone_leaves_out_methods_that_have_none():
+    settings = runner.settings_from(runner.parser("x").parse_args(["--tau", "1.0"]))
+    assert list(runner.expand(METHODS["call", "spark"], settings)) == []
+    assert [o.get("tau") for o in runner.expand(METHODS["call", "sol"], settings)] == [1.0]
+
+
+def test_any_option_can_be_swept():
+    arguments = ["--sweep", "local-radius=-1,1", "--set", "thresh_type=exact"]
+    settings = runner.settings_from(runner.parser("x").parse_args(arguments))
+    found = list(runner.expand(METHODS["call", "sol"], settings))
+    assert [item["local_radius"] for item in found] == [-1, 1]
+    assert all(item["thresh_type"] == "exact" for item in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--problem", "h4"], "problem: expected one of"),
+        (["--level", "everything"], "--level: expected one of"),
+        (["--methods", "magic"], "--methods: 'magic'"),
+        (["--set", "tau"], "expected NAME=VALUE"),
+        (["--peers", "/nowhere/at/all"], "--peers: no folder"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, message, capsys):
+    assert runner.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def planted():
+    """Plant methods at the reweight level, and take them away again."""
+    before = dict(METHODS)
+
+    def plant(name, **case):
+        values = {
+            "run": lambda: torch.zeros(1),
+            "judge": lambda out: Verdict("pass", 0.0),
+            "implementation": "planted",
+            **case,
+        }
+        method("reweight", name)(lambda inputs, options: Case(**values))
+
+    yield plant
+    METHODS.clear()
+    METHODS.update(before)
+
+
+def test_a_failing_gate_has_no_time_and_fails_the_run(tmp_path, capsys, planted):
+    planted("wrong", judge=lambda out: Verdict("max error 1 over 0.1", 1.0))
+    (row,) = take(tmp_path, "--level", "reweight", "--methods", "wrong", code=1)
+    assert row.ms is None and row.gate == "max error 1 over 0.1"
+    assert "GATE: max error" in capsys.readouterr().err
+
+
+def test_an_exception_is_a_row_and_the_run_goes_on(tmp_path, capsys, planted):
+    def explode():
+        raise RuntimeError("out of\n  something")
+
+    planted("bang", run=explode)
+    planted("fine")
+    rows = take(tmp_path, "--level", "reweight", "--methods", "bang,fine", code=1)
+    assert [row.gate for row in rows] == ["RuntimeError: out of something", "pass"]
+    capsys.readouterr()
+
+
+def test_a_lost_device_stops_the_run(tmp_path, capsys, planted):
+    def explode():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    planted("bang", run=explode)
+    planted("fine")
+    rows = take(tmp_path, "--level", "reweight", "--methods", "bang,fine", code=1)
+    assert len(rows) == 1
+    assert "the device context is lost" in capsys.readouterr().err
+
+
+def test_what_is_absent_is_said_and_not_recorded(tmp_path, capsys):
+    @method("reweight", "absent")
+    def build(inputs, options):
+        raise Unavailable("no such wheel")
+
+    try:
+        assert take(tmp_path, "--level", "reweight", "--methods", "absent") == []
+        assert "not here: no such wheel" in capsys.readouterr().err
+    finally:
+        del METHODS["reweight", "absent"]
+
+
+def test_a_peer_that_fails_is_a_finding(tmp_path, capsys):
+    rows = take(tmp_path, "--methods", "comfy-kitchen-dense,sage-dense")
+    assert rows == []
+    assert capsys.readouterr().err.count("not here") == 2
+
+
+def test_a_time_budget_leaves_rows_for_the_next_run(tmp_path, capsys):
+    rows = take(tmp_path, "--level", "plan", "--budget-s", "0", "--run", "r")
+    assert rows == []
+    assert "--run r resumes" in capsys.readouterr().err
+
+
+def test_without_a_file_the_lines_are_printed(capsys):
+    assert runner.main([*QUICK, "--level", "plan", "--methods", "pool"]) == 0
+    captured = capsys.readouterr()
+    line = next(line for line in captured.out.splitlines() if line.startswith("{"))
+    assert '"method": "pool"' in line
+    assert "gate" in captured.out.splitlines()[-2]
+
+
+def test_the_whole_transformer_is_measured_dense_and_sparse(tmp_path, capsys):
+    pytest.importorskip("diffusers")
+    rows = take(tmp_path, "--level", "dit", "--methods", "dense-default,spark,no-attention")
+    whole = {row.method: row for row in rows if row.level == "dit"}
+    steps = {row.method: row for row in rows if row.level == "step"}
+    assert set(whole) == set(steps) == {"dense-default", "spark", "no-attention"}
+    dense, sparse = steps["dense-default"].ms, steps["spark"].ms
+    assert whole["dense-default"].ms == pytest.approx(19 * dense, rel=1e-3)
+    assert whole["spark"].ms == pytest.approx(4 * dense + 15 * sparse, rel=1e-3)
+    assert whole["spark"].density and 0 < whole["spark"].error["relative_l2"] < 1
+    capsys.readouterr()
+
+
+def test_a_clock_measures_and_takes_the_median():
+    calls = []
+    taken = timing.measure(lambda: calls.append(0), torch.device("cpu"), target_s=0.0, least=4)
+    assert taken.samples == 4 and len(calls) >= 6
+    assert taken.peak_gib is None and taken.ms >= 0
+
+
+def test_the_module_runs_by_itself_without_typer_and_rich(tmp_path):
+    code = (
+        "import sys; sys.modules['typer'] = sys.modules['rich'] = None; "
+        "from solspark.bench.runner import main; "
+        "raise SystemExit(main(['--problem', 'tiny', '--level', 'plan', '--methods', 'pool', "
+        f"'--target-s', '0.02', '--out', {str(tmp_path / 'r.jsonl')!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "score" not in done.stdout and "pool" in done.stdout
+
+
+def test_solspark_bench_forwards_to_the_harness(capsys):
+    typer_testing = pytest.importorskip("typer.testing")
+    from solspark.cli import app
+
+    result = typer_testing.CliRunner().invoke(app, ["bench", "--list"])
+    assert result.exit_code == 0
+    assert "h3-10s" in result.output and "comfy-kitchen-sol" in result.output
+    failed = typer_testing.CliRunner().invoke(app, ["bench", "--problem", "h4"])
+    assert failed.exit_code == 2
+    capsys.readouterr()
+
+
+def test_settings_can_be_made_without_a_command_line(tmp_path):
+    arguments = runner.parser("x").parse_args(["--level", "plan", "--problem", "tiny"])
+    settings = replace(runner.settings_from(arguments), methods=("pool",), target_s=0.01)
+    said = []
+    session = runner.Session(settings, said.append)
+    session.run()
+    assert [row.method for row in session.rows] == ["pool"]
+    assert not session.failed

@@ -16,7 +16,13 @@ import solspark
 from solspark import SolStats, UnsupportedError, get_sol_attn_backend, mask_from_plan, sol_attn
 from solspark.plan.select import plan_sol
 from solspark.reference.sol import sol_attn as reference
-from solspark.testing import LAYOUTS, assert_close_to_oracle, make_qkv, nan_filled_allocations
+from solspark.testing import (
+    LAYOUTS,
+    PeakMemory,
+    assert_close_to_oracle,
+    make_qkv,
+    nan_filled_allocations,
+)
 
 TAILS = ["query", "block", "block8x8", "none"]
 
@@ -174,6 +180,44 @@ def test_token_counts_of_prime_grids(grid: tuple[int, int, int]) -> None:
     blocks = -(-tokens // 64)
     assert stats.top_k == max(1, round(0.25 * blocks))
     torch.testing.assert_close(out, reference(*tensors, topk_ratio=0.25)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("options", [{"topk_ratio": 0.3}, {"tau": 1.0}], ids=str)
+def test_extreme_inputs_stay_finite(dtype: torch.dtype, options: dict) -> None:
+    """Magnitudes near 1e3, all zeros, and a head of zeros."""
+    query, key, value = make_qkv(1, 331, 2, 64, dtype=dtype)
+    large = (query * 1000, key * 1000, value * 200)
+    zero = tuple(torch.zeros_like(item) for item in large)
+    for item in (query, key, value):
+        item[:, :, 1] = 0
+    for tensors in (large, zero, (query, key, value)):
+        out, lse = sol_attn(*tensors, return_lse=True, **options)
+        assert out.isfinite().all() and lse.isfinite().all()
+    assert not sol_attn(*zero, **options).any()
+
+
+def test_a_row_stride_of_gigabytes() -> None:
+    """Three rows 2^30 elements apart, past int32, in a buffer that is never filled."""
+    tensors = make_qkv(1, 3, 2, 64, dtype=torch.float16)
+    buffer = torch.empty(2 * 2**30 + 2**12, dtype=torch.float16)
+    far = [buffer.as_strided((1, 3, 2, 64), (1, 2**30, 64, 1), place * 256) for place in range(3)]
+    for view, tensor in zip(far, tensors, strict=True):
+        view.copy_(tensor)
+    assert torch.equal(sol_attn(*far), sol_attn(*tensors))
+
+
+def test_views_of_a_fused_projection_are_not_copied() -> None:
+    peaks = []
+    for layout in ("contiguous", "fused"):
+        tensors = make_qkv(1, 4096, 16, 64, layout=layout)  # 16 MiB each
+        sol_attn(*tensors, topk_ratio=0.02)
+        with PeakMemory() as peak:
+            sol_attn(*tensors, topk_ratio=0.02)
+        if peak.bytes is None:
+            pytest.skip("this system does not tell a process its peak memory")
+        peaks.append(peak.bytes)
+    assert peaks[1] < peaks[0] + 12 * 2**20
 
 
 # Batches and masks --------------------------------------------------------------------------------

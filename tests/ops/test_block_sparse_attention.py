@@ -84,6 +84,14 @@ def test_head_dims(head_dim: int) -> None:
     check(tensors, random_mask(1, 2, 150, 150), summaries_of(*tensors[1:]))
 
 
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 130), (130, 1), (65, 63), (1001, 503)])
+@pytest.mark.parametrize("tail", TAILS)
+def test_query_and_key_lengths_are_free(lengths: tuple[int, int], tail: str) -> None:
+    tensors = make_qkv(1, lengths[0], 2, 64, key_tokens=lengths[1])
+    mask = random_mask(1, 2, *lengths)
+    check(tensors, mask, summaries_of(tensors[1], tensors[2], tail), tail=tail)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tail", ["query", "block"])
 def test_layouts_change_nothing(layout: str, tail: str) -> None:
@@ -251,6 +259,13 @@ def test_large_magnitudes(dtype: torch.dtype) -> None:
     value = value + torch.where(torch.arange(64) % 2 == 0, 200, -200).to(dtype)
     tensors = (query * 1000, key * 1000, value)
     check(tensors, random_mask(1, 2, 300, 300), summaries_of(*tensors[1:]))
+
+
+@pytest.mark.parametrize("dtype", HALF_AND_SINGLE, ids=str)
+def test_outlier_channels(dtype: torch.dtype) -> None:
+    query, key, value = make_qkv(1, 300, 2, 128, dtype=dtype)
+    key[..., [3, 50, 51, 100]] *= 50
+    check((query, key, value), random_mask(1, 2, 300, 300), summaries_of(key, value))
 
 
 @pytest.mark.parametrize("which", ["query", "key", "value", "block", "head"])

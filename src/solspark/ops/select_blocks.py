@@ -207,10 +207,10 @@ def _eager(
         )
     flat_sinks = [edge for item in sinks for edge in item]
     flat_rows = [edge for item in dense_rows for edge in item]
-    lists = _opaque(
+    bits, indices, counts = _opaque(
         scores, thresholds, top_k, candidates, flat_sinks, flat_rows, local_radius, live, *tokens
     )
-    return BlockPlan(*lists, *tokens)
+    return BlockPlan(bits, indices, counts, *tokens)
 
 
 def _select(

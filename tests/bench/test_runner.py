@@ -13,7 +13,7 @@ from solspark.bench.gate import Verdict
 from solspark.bench.rows import read_rows
 
 runner.load_cases()
-QUICK = ["--target-s", "0.05", "--problem", "tiny", "--commit", "abc"]
+QUICK = ["--target-s", "0.01", "--problem", "tiny", "--commit", "abc", "--heads", "1"]
 
 
 def take(tmp_path, *arguments, code=0):
@@ -32,7 +32,7 @@ def test_every_level_of_the_tiny_problem_is_measured_on_a_cpu(tmp_path, capsys):
     assert all(row.ms and row.ms > 0 for row in timed)
     assert all((row.gpu, row.commit, row.run) == ("cpu", "abc", "one") for row in rows)
     sol = next(row for row in rows if (row.level, row.method) == ("call", "sol"))
-    assert sol.options == {"inputs": "gaussian", "topk_ratio": 0.1}
+    assert sol.options == {"inputs": "gaussian", "topk_ratio": 0.1, "heads": 1}
     assert sol.implementation == "eager" and sol.precision == "fp32"
     assert 0.1 < sol.density < 0.4 and 0 < sol.error["relative_l2"] < 1
     spark = next(row for row in rows if (row.level, row.method) == ("layer", "spark"))

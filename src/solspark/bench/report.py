@@ -2,7 +2,8 @@
 
 A section of a document reads `<!-- bench:LEVEL problem=NAME ... -->`, then whatever was written
 there, then `<!-- /bench -->`. LEVEL is a level of the rows, or "headline"; the words after it keep
-only rows whose field or option has that value (several values with commas).
+only rows whose field or option has that value (several values with commas). "floors" and
+"calibration" are sections of their own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from solspark.bench.case import METHODS
+from solspark.bench.cost import (
+    H200_BF16,
+    attend_cost,
+    plan_cost,
+    reblock_cost,
+    reweight_cost,
+)
+from solspark.bench.problems import get_problem
 from solspark.bench.rows import Row, read_rows
 
 MARKER = re.compile(r"(<!-- bench:([^>]*?) -->)\n(.*?)(<!-- /bench -->)", re.DOTALL)
@@ -177,10 +186,16 @@ def section(spec: str, rows: Sequence[Row]) -> str:
     """Return the Markdown of one section.
 
     Args:
-        spec: "LEVEL name=value ...", or "headline ...".
+        spec: "LEVEL name=value ...", "headline ...", "floors PROBLEM ..." or "calibration".
         rows: all recorded rows.
     """
     words = spec.split()
+    if words[0] == "floors":
+        return floors(words[1:])
+    if words[0] == "calibration":
+        from solspark.bench.quality import calibration_table
+
+        return calibration_table(newest(rows))
     base = baselines(rows)
     wanted = [row for row in newest(rows) if _matches(row, words)]
     wanted = [
@@ -202,6 +217,42 @@ def section(spec: str, rows: Sequence[Row]) -> str:
         )
         out.append("")
     return "\n".join(out).rstrip()
+
+
+def floors(problems: Sequence[str]) -> str:
+    """Return the work of each stage and the time that no implementation can beat, in Markdown.
+
+    Args:
+        problems: names; the three MiniMax-H3 clips when there are none.
+
+    Source: operations and bytes by `bench.cost`, ceilings as measured in the peers' run.
+    """
+    lines = [
+        "| problem | stage | TFLOP | GB | floor, ms |",
+        "|---|---|---|---|---|",
+    ]
+    for name in problems or ("h3-5s", "h3-10s", "h3-14s"):
+        problem = get_problem(name)
+        stages = (
+            ("dense", attend_cost(problem, 1.0, tail="none")),
+            ("attend, 30 % and tail", attend_cost(problem, 0.3)),
+            ("attend, 16 % (tau 1.0 on Gaussian inputs) and tail", attend_cost(problem, 0.16)),
+            ("attend, 10 % and tail", attend_cost(problem, 0.1)),
+            ("plan: pool, score, select", plan_cost(problem)),
+            ("reblock Q and K", reblock_cost(problem)),
+            ("reweight, one anchor", reweight_cost(problem)),
+        )
+        for words, cost in stages:
+            lines.append(
+                f"| {name} | {words} | {cost.flops / 1e12:.3g} | {cost.bytes / 1e9:.3g} "
+                f"| {cost.floor_ms(H200_BF16):.3g} |"
+            )
+    lines += [
+        "",
+        f"Ceilings on an H200: {H200_BF16.tflops:g} TFLOP/s (bf16 matrix product) and "
+        f"{H200_BF16.tbytes:g} TB/s (device copy, read plus written).",
+    ]
+    return "\n".join(lines)
 
 
 def _matches(row: Row, words: Sequence[str]) -> bool:

@@ -291,6 +291,26 @@ def test_every_option_represents_every_token_once(options):
     assert 0 < record.density < 1
 
 
+def test_every_option_has_an_effect_of_its_own():
+    """Names of one execution aside, no two sets of options give one result."""
+    grid = TokenGrid(9, 8, 17)
+    query, key, value = make_qkv(1, grid.tokens + 70, 2, 64, dtype=torch.float16, seed=11)
+    # With a common direction on each side neither the anchors nor the global means are zero.
+    ramp = torch.linspace(-1, 1, 64).half()
+    tensors = (query + ramp, key + ramp.roll(9), value)
+    results = {"default": attend(*tensors, replace(SPARK, topk_ratio=0.2), grid)[0]}
+    for name, options in OPTIONS.items():
+        results[name] = attend(*tensors, replace(SPARK, **{"topk_ratio": 0.2, **options}), grid)[0]
+    names = list(results)
+    equal = [
+        (one, other)
+        for place, one in enumerate(names)
+        for other in names[place + 1 :]
+        if torch.equal(results[one], results[other])
+    ]
+    assert equal == [("default", "execution")]
+
+
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     grid=st.tuples(st.integers(1, 5), st.integers(1, 8), st.integers(1, 13)),
@@ -519,13 +539,14 @@ def test_an_explicit_route_is_followed():
     assert record.density == pytest.approx(float(mask.float().mean()))
 
 
-def test_densities_are_what_was_delivered():
+def test_densities_are_what_was_delivered(monkeypatch):
     grid = TokenGrid(5, 9, 12)
     tensors = make_qkv(1, grid.tokens + 70, 2, 64)
     _, record = attend(*tensors, replace(SPARK, topk_ratio=0.25), grid)
     assert record.figures["target_top_k"] == 2
     assert record.density == record.figures["packed_density"] == (2 + 2) / 10
     assert record.video_density == record.figures["video_density"] == 2 / 8
+    monkeypatch.setattr(spark, "REORDER_BYTES", 1)
     _, record = attend(*tensors, replace(SPARK, head_budgets=(1, 5)), grid)
     assert record.density == pytest.approx((3 + 2) / 10)
     assert record.video_density == pytest.approx(3 / 8)

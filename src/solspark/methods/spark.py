@@ -223,7 +223,8 @@ def packed_attention(
     calls = _Calls(query, layout, config, dense, cache, impl)
     with torch.no_grad(), _dispatch.collect_records() as records:
         if config.reblock is None:
-            out = calls.attend(query, key, value, route)
+            parts = calls.attend(query, key, value, route)
+            out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         else:
             assert grid is not None
             out = calls.attend_reordered(query, key, value, grid, route)
@@ -283,7 +284,7 @@ class _Calls:
         self, query: Tensor, key: Tensor, value: Tensor, grid: TokenGrid, route: Tensor | None
     ) -> Tensor:
         """Reorder, attend and undo, a few heads at a time: copies of all heads would cost 4 GiB."""
-        reblock = self.config.reblock
+        reblock, layout = self.config.reblock, self.layout
         assert reblock is not None
         orders = plan_orders(query, key, grid, reblock, self.cache, impl=self.operation("reblock"))
         self.counters["reblock"] += 1
@@ -298,15 +299,21 @@ class _Calls:
             q = permute(query[:, :, here], orders.query[:, here])
             k = permute(key[:, :, here], orders.key[:, here])
             v = permute(value[:, :, here], orders.key[:, here])
-            part = self.attend(q, k, v, None if route is None else route[:, here], head=first)
+            parts = self.attend(q, k, v, None if route is None else route[:, here], head=first)
             del q, k, v
-            out[:, :, here] = unpermute(part, orders.query[:, here])
+            video = parts[0]
+            if len(parts) > 1:
+                # The last video rows may be dense; in the ten-second shape none are: no copy.
+                rest = layout.video_tokens - layout.dense_start
+                video = torch.cat([video, parts[1][:, :rest]], dim=1) if rest else video
+                out[:, layout.video_tokens :, here] = parts[1][:, rest:]
+            out[:, : layout.video_tokens, here] = unpermute(video, orders.query[:, here])
         return out
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, route: Tensor | None, head: int = 0
-    ) -> Tensor:
-        """Attend in the given order: sparse prefix, then dense suffix."""
+    ) -> list[Tensor]:
+        """Attend in the given order; return rows [0, dense_start) and, if any, the dense rest."""
         layout, config = self.layout, self.config
         prefix = self._prefix(query)
         pooled = self._pool(prefix, key, value)
@@ -320,7 +327,7 @@ class _Calls:
         self.mode, self.top_k = chosen.mode, chosen.top_k
         self.exact_pairs.append(chosen.plan.counts.sum())
 
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        sparse = []
         for rows, part, plan in self._parts(prefix, key, value, pooled, summaries, chosen.plan):
             result = block_sparse_attention(
                 prefix[:, rows],
@@ -334,22 +341,24 @@ class _Calls:
                 impl=self.impl,
             )
             assert isinstance(result, Tensor)
-            out[:, rows] = result
+            sparse.append(result)
             self.counters["sparse_core"] += 1
+        joined = sparse[0] if len(sparse) == 1 else torch.cat(sparse, dim=1)
+        found = [joined[:, : layout.dense_start]]
         if layout.dense_start < layout.tokens:
-            rest = slice(layout.dense_start, None)
-            out[:, rest] = self.dense(query[:, rest], key, value)
+            found.append(self.dense(query[:, layout.dense_start :], key, value))
             self.counters["dense_context"] += 1
-        return out
+        return found
 
     def _topology(self) -> VirtualQueries:
         """Return the virtual queries of this layout; they depend on integers alone."""
         config = self.config
         tree = config.reblock or ReblockConfig()
-        hierarchy = tree.options.hierarchy(self.layout.candidates)
-        name = ("virtual_queries", self.layout.tokens, hierarchy.levels, config.virtual_query_rule)
+        rule = config.virtual_query_rule
+        name = ("virtual_queries", self.layout, tree, rule)
         if name not in self.cache:
-            levels_up, target, low, high = config.virtual_query_rule
+            hierarchy = tree.options.hierarchy(self.layout.candidates)
+            levels_up, target, low, high = rule
             self.cache[name] = choose_virtual_queries(
                 self.layout.tokens,
                 hierarchy.levels,

@@ -372,6 +372,17 @@ def test_inputs_are_left_alone_and_results_repeat() -> None:
     assert all(torch.equal(item, old) for item, old in zip(tensors, before, strict=True))
 
 
+@pytest.mark.parametrize("tail", TAILS)
+def test_gradients_are_those_of_the_reference(tail: str) -> None:
+    options: dict = {"topk_ratio": 0.3, "local_radius": -1, "tail": tail}
+    gradients = []
+    for function in (sol_attn, lambda *inputs, **kept: reference(*inputs, **kept)[0]):
+        leaves = [item.requires_grad_() for item in make_qkv(1, 331, 2, 64, dtype=torch.float64)]
+        gradients.append(torch.autograd.grad(function(*leaves, **options).sin().sum(), leaves))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 # What a call reports ------------------------------------------------------------------------------
 
 

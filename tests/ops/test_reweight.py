@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from solspark.errors import UnsupportedError
+from solspark.ops import anchors as anchors_module
 from solspark.ops import reweight as reweight_module
 from solspark.ops.anchors import anchors
 from solspark.ops.reweight import reweight
@@ -192,3 +194,49 @@ def test_anchors(ranges, dtype, device):
 def test_anchor_ranges_are_checked(ranges):
     with pytest.raises(ValueError, match="ranges"):
         anchors(torch.zeros(1, 1, 3, 64), ranges, dtype=torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own tracing
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_graph_for_any_length(device):
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(reweight, fullgraph=True, backend=counter)
+    for tokens in (137, 200, 300, 500):
+        anchor, key, value = make(torch.float32, 3, tokens=tokens, device=device)
+        for one, other in zip(
+            compiled(anchor, key, value), reweight(anchor, key, value), strict=True
+        ):
+            torch.testing.assert_close(one, other)
+    assert counter.frame_count == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_tokens", [8, 64])
+def test_operators_keep_their_promises(block_tokens):
+    """Shapes, types and strides of the fakes are those of the results; nothing is mutated."""
+    checks = ("test_schema", "test_faketensor")
+    anchor, key, value = make(torch.bfloat16, 3, device="cuda")
+    switches = ("tensorcore", "stored", "full", 0.1, block_tokens)
+    torch.library.opcheck(
+        reweight_module._launch, (anchor, key, value, *switches), test_utils=checks
+    )
+    means = torch.randn(2, 3, 9, 64, device="cuda")
+    ranges = torch.tensor([[0, 4], [4, 9]], dtype=torch.int32, device="cuda")
+    torch.library.opcheck(
+        anchors_module._launch, (means, ranges, torch.bfloat16), test_utils=checks
+    )
+
+
+@pytest.mark.gpu
+def test_strides_beyond_32_bits():
+    """Rows 2^30 elements apart, as in long fused projections, give what their copies give."""
+    buffer = torch.empty(2**31 + 2**20, device="cuda", dtype=torch.float16).normal_()
+    rows = torch.as_strided(buffer, (1, 3, 2, 64), (0, 2**30, 64, 1))
+    for one, other in zip(
+        reweight(rows[:, :1], rows, rows),
+        reweight(rows[:, :1].contiguous(), rows.contiguous(), rows.contiguous()),
+        strict=True,
+    ):
+        assert torch.equal(one, other)

@@ -69,6 +69,25 @@ def test_the_lines_for_film_makers_run():
     assert all(one is other for one, other in zip(before, after, strict=True))
 
 
+def test_the_lines_for_other_models_run(capsys):
+    class Attention(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+    class Pipe:
+        """Stands for a loaded pipeline: one attention call in its transformer."""
+
+        transformer = Attention()
+
+        def __call__(self, **options: Any) -> torch.Tensor:
+            return self.transformer(torch.randn(1, 2, 200, 64))
+
+    before = torch.nn.functional.scaled_dot_product_attention
+    exec(block_with("solspark.router"), {"pipe": Pipe()})
+    assert torch.nn.functional.scaled_dot_product_attention is before
+    assert capsys.readouterr().out.startswith("{")
+
+
 def test_links_lead_to_files():
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = document.read_text(encoding="utf-8")

@@ -23,7 +23,8 @@ def take(tmp_path, *arguments, code=0):
 
 
 def test_every_level_of_the_tiny_problem_is_measured_on_a_cpu(tmp_path, capsys):
-    rows = take(tmp_path, "--level", "attend,call,layer,plan,reweight,checks", "--run", "one")
+    levels = "attend,call,layer,plan,reweight,checks"
+    rows = take(tmp_path, "--level", levels, "--run", "one", "--check", "rows")
     assert {row.level for row in rows} == {
         "attend", "call", "layer", "plan", "reweight", "checks",
     }  # fmt: skip
@@ -231,3 +232,22 @@ def test_settings_can_be_made_without_a_command_line(tmp_path):
     session.run()
     assert [row.method for row in session.rows] == ["pool"]
     assert not session.failed
+
+
+def test_recorded_activations_are_replayed(tmp_path, capsys):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, 1318, 2, 128)
+    tensors = {name: torch.randn(shape, generator=generator) for name in ("query", "key", "value")}
+    path = tmp_path / "layer.safetensors"
+    save_file(tensors, path)
+    arguments = ["--target-s", "0.01", "--problem", "tiny", "--methods", "sol", "--commit", "abc"]
+    out = tmp_path / "rows.jsonl"
+    files = ["--activations", str(path), "--out", str(out)]
+    assert runner.main([*arguments, *files]) == 0
+    (row,) = read_rows([out])
+    assert row.options == {"inputs": "file", "topk_ratio": 0.1} and row.passed
+    save_file({**tensors, "key": tensors["key"][:, 1:].contiguous()}, path)
+    with pytest.raises(ValueError, match=r"key: expected \[B, 1318, H, D\] for tiny"):
+        runner.main([*arguments, *files[:2]])
+    capsys.readouterr()

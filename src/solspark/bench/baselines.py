@@ -125,7 +125,7 @@ for _level in ("call", "layer", "attend"):
     method(_level, "dense-fa4")(_flash_4)
 
 
-def _lists(inputs: Inputs, options: dict[str, Any], size: tuple[int, int]) -> Tensor:
+def sized_lists(inputs: Inputs, options: dict[str, Any], size: tuple[int, int]) -> Tensor:
     """Return int64 [H, NQ, kept] lists for blocks of other sizes than ours."""
     tokens = inputs.query.shape[1]
     rows, columns = block_count(tokens, size[0]), block_count(tokens, size[1])
@@ -134,7 +134,7 @@ def _lists(inputs: Inputs, options: dict[str, Any], size: tuple[int, int]) -> Te
     return block_lists(kind, inputs.heads, rows, columns, kept, inputs.device)
 
 
-def _judge_lists(inputs: Inputs, out: Tensor, lists: Tensor, size: tuple[int, int]) -> Verdict:
+def judge_lists(inputs: Inputs, out: Tensor, lists: Tensor, size: tuple[int, int]) -> Verdict:
     """Judge [B, T, H, D] against attention over lists of blocks of any size."""
     got, oracle, rounding = [], [], []
     tokens, rows = inputs.query.shape[1], inputs.sample.rows
@@ -165,7 +165,7 @@ def _judge_lists(inputs: Inputs, out: Tensor, lists: Tensor, size: tuple[int, in
     return compare(torch.stack(got), torch.stack(oracle), torch.stack(rounding), dtype)
 
 
-def _listed_flops(inputs: Inputs, lists: Tensor, size: tuple[int, int]) -> float:
+def listed_flops(inputs: Inputs, lists: Tensor, size: tuple[int, int]) -> float:
     """Return 4 D times the (query token, key token) pairs inside the lists."""
     tokens = inputs.query.shape[1]
     heads, rows, kept = lists.shape
@@ -188,7 +188,7 @@ def _flex(inputs: Inputs, options: dict[str, Any]) -> Case:
 
     size = (128, 128)
     tokens = inputs.query.shape[1]
-    lists = _lists(inputs, options, size)
+    lists = sized_lists(inputs, options, size)
     heads, rows, kept = lists.shape
     index = torch.zeros(1, heads, rows, block_count(tokens, 128), dtype=torch.int32, device="cuda")
     index[0, :, :, :kept] = lists
@@ -205,10 +205,10 @@ def _flex(inputs: Inputs, options: dict[str, Any]) -> Case:
     query, key, value = (x.contiguous() for x in inputs.transposed())
     return Case(
         run=lambda: attend(query, key, value, block_mask=mask).transpose(1, 2),
-        judge=lambda out: _judge_lists(inputs, out, lists, size),
+        judge=lambda out: judge_lists(inputs, out, lists, size),
         implementation="torch flex 128x128",
         density=lambda out: kept / block_count(tokens, 128),
-        flops=lambda density: _listed_flops(inputs, lists, size),
+        flops=lambda density: listed_flops(inputs, lists, size),
     )
 
 
@@ -219,7 +219,7 @@ def _flash_4_blocks(size: tuple[int, int]) -> Callable[[Inputs, dict[str, Any]],
         interface = import_flash_4()
         sparsity = importlib.import_module("flash_attn.cute.block_sparsity")
         tokens = inputs.query.shape[1]
-        lists = _lists(inputs, options, size)
+        lists = sized_lists(inputs, options, size)
         heads, rows, kept = lists.shape
         columns = block_count(tokens, size[1])
         index = torch.zeros(1, heads, rows, columns, dtype=torch.int32, device=inputs.device)
@@ -237,10 +237,10 @@ def _flash_4_blocks(size: tuple[int, int]) -> Callable[[Inputs, dict[str, Any]],
 
         return Case(
             run=run,
-            judge=lambda out: _judge_lists(inputs, out, lists, size),
+            judge=lambda out: judge_lists(inputs, out, lists, size),
             implementation=package_version("flash-attn-4", "flash-attn"),
             density=lambda out: kept / columns,
-            flops=lambda density: _listed_flops(inputs, lists, size),
+            flops=lambda density: listed_flops(inputs, lists, size),
         )
 
     return build

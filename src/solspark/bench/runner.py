@@ -28,6 +28,7 @@ from solspark.bench.problems import PROBLEMS, Problem, get_problem
 from solspark.bench.report import baselines, speed_up
 from solspark.bench.rows import Row
 from solspark.bench.timing import measure, synchronize
+from solspark.errors import SolsparkError
 from solspark.ops._dispatch import collect_records
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -611,10 +612,11 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m solspark.b
         settings = settings_from(options)
         for level in settings.levels:
             selected(level, settings)
-    except ValueError as error:
+        # What goes wrong inside a case becomes its row; the rest is about files and options.
+        return run(settings)
+    except (ValueError, OSError, SolsparkError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
-    return run(settings)
 
 
 def run(settings: Settings) -> int:

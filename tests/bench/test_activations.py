@@ -146,3 +146,23 @@ def test_wrong_heads_and_dims_are_refused():
     object.__setattr__(narrow := type(narrow)(**vars(narrow)), "head_dim", 64)
     with pytest.raises(ValueError, match=r"problem.head_dim: expected at least 128, got 64"):
         video_activations(narrow)
+
+
+@pytest.mark.gpu
+def test_a_device_makes_what_the_cpu_makes():
+    here = video_activations("tiny", dtype=torch.float32)
+    there = video_activations("tiny", dtype=torch.float32, device="cuda")
+    for one, two in zip(here, there, strict=True):
+        torch.testing.assert_close(one, two.cpu(), rtol=1e-4, atol=1e-4 * float(one.abs().max()))
+
+
+@pytest.mark.gpu
+def test_a_production_layer_is_made_in_bounded_memory():
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    made = video_activations("h3-10s", device="cuda")
+    peak = torch.cuda.max_memory_allocated() - before
+    size = sum(x.numel() * x.element_size() for x in made)
+    assert made.query.shape == (1, 73_584, 56, 128)
+    assert all(bool(x.isfinite().all()) for x in made)
+    assert peak - size < 2 * 2**30

@@ -250,3 +250,17 @@ def test_recorded_activations_are_replayed(tmp_path, capsys):
     save_file({**tensors, "key": tensors["key"][:, 1:].contiguous()}, path)
     assert runner.main([*arguments, *files[:2]]) == 2
     assert "key: expected [B, 1318, H, D] for tiny" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["gaussian", "video"])
+def test_a_device_passes_every_gate_of_a_small_problem(tmp_path, capsys, kind):
+    out = tmp_path / "rows.jsonl"
+    arguments = ["--problem", "tiny,gate-2k", "--inputs", kind, "--target-s", "0.05"]
+    levels = ["--level", "attend,call,layer,plan,reweight,checks", "--commit", "abc"]
+    methods = "sol,spark,dense-cudnn,dense-flash,pool,score_blocks,select_blocks,reblock"
+    options = ["--methods", f"{methods},spark_reweight", "--tau", "1.0", "--topk-ratio", "0.2"]
+    code = runner.main([*arguments, *levels, *options, "--out", str(out)])
+    failed = [(row.method, row.options, row.gate) for row in read_rows([out]) if not row.passed]
+    assert failed == [] and code == 0
+    capsys.readouterr()

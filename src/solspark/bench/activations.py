@@ -349,8 +349,9 @@ def _content_map(scene: _Scene, dim: int, *key: int) -> Tensor:
         start = axis * ROTARY_FREQUENCIES
         for base in (start, half + start):
             profile[base + 9 : base + ROTARY_FREQUENCIES] = 0.7
-    noise = _normal([_CONTENT_CHANNELS, dim], _key(scene.seed, *key), scene.device)
-    return _unit(torch.linalg.qr((noise * profile.to(scene.device)).T).Q.T)
+    noise = _normal([_CONTENT_CHANNELS, dim], _key(scene.seed, *key), torch.device("cpu"))
+    # On the CPU everywhere: another library may choose other signs.
+    return torch.linalg.qr((noise * profile).T).Q.T.contiguous().to(scene.device)
 
 
 def _head(scene: _Scene, head: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -128,7 +128,11 @@ class TokenGrid:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What an implementation must know to say whether it can serve a call (never the values)."""
+    """What an implementation must know to say whether it can serve a call (never the values).
+
+    `aligned`: base pointers and strides are multiples of 16 bytes; `variant`: the kind of the operation where it has
+    several ("diag" or "exact" thresholds).
+    """
 
     batch: int
     query_tokens: int
@@ -146,6 +150,8 @@ class AttentionCall:
     kv_splits: int = 1
     last_dim_contiguous: bool = True
     requires_grad: bool = False
+    aligned: bool = True
+    variant: str = ""
 
 
 @dataclass(frozen=True)

@@ -41,3 +41,9 @@ def obstacles(
 def triton_is_installed() -> bool:
     """Say whether triton can be imported, without importing it."""
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def has_gluon() -> bool:
+    """Say whether the installed triton carries Gluon, without importing it."""
+    return importlib.util.find_spec("triton.experimental.gluon") is not None

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from solspark import _checks
-from solspark.ops import _dispatch
+from solspark.ops import _dispatch, _triton
 from solspark.reference.pool import Pooled
-from solspark.types import BLOCK, block_count
+from solspark.types import BLOCK, AttentionCall, block_count
 
 __all__ = ["Pooled", "pool"]
 
@@ -175,4 +175,68 @@ def _mean_chunks(rows: Tensor, weights: Tensor | None, block: int) -> Tensor:
     return means
 
 
+@torch.library.custom_op("solspark::pool", mutates_args=())
+def _launch(
+    query: Tensor | None, key: Tensor, value: Tensor | None, key_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Launch the Triton kernels; a mean that was not asked for comes back empty."""
+    from solspark.kernels.pool import launch_pool
+
+    query_means, key_means, value_means, *statistics = launch_pool(query, key, value, key_bias)
+    nothing = key.new_empty(0)
+    return (
+        nothing if query_means is None else query_means,
+        key_means,
+        key.new_empty(0) if value_means is None else value_means,
+        *statistics,
+    )
+
+
+@_launch.register_fake
+def _(query, key, value, key_bias):
+    batch, tokens, heads, head_dim = key.shape
+    blocks = block_count(tokens)
+    means = key.new_empty((batch, heads, blocks, head_dim))
+    statistics = key.new_empty((batch, heads, head_dim), dtype=torch.float32)
+    shape = (1, 1, blocks) if key_bias is None else (batch, heads, blocks)
+    query_means = key.new_empty(0)
+    if query is not None:
+        shape_q = (batch, heads, block_count(query.shape[1]), head_dim)
+        query_means = key.new_empty(shape_q, dtype=torch.float32)
+    return (
+        query_means,
+        means,
+        key.new_empty(0) if value is None else torch.empty_like(means),
+        key.new_empty(shape, dtype=torch.float32),
+        statistics,
+        torch.empty_like(statistics),
+    )
+
+
+def _run_triton(
+    query: Tensor | None, key: Tensor, value: Tensor | None, key_bias: Tensor | None, block: int
+) -> Pooled:
+    """Pool in two launches; every input element is read once."""
+    query_means, key_means, value_means, log_mass, key_mean, key_var = _launch(
+        query, key, value, key_bias
+    )
+    return Pooled(
+        query_means if query is not None else None,
+        key_means,
+        value_means if value is not None else None,
+        log_mass.expand(key.shape[0], -1, -1),
+        key_mean,
+        key_var,
+        log_mass > -math.inf if key_bias is not None else None,
+    )
+
+
+def _triton_reasons(call: AttentionCall) -> list[str]:
+    found = _triton.obstacles(call)
+    if call.tail == "block8x8":
+        found.append("it pools blocks of 64 tokens, not of 8")
+    return found
+
+
 _dispatch.register("pool", "eager", _dispatch.never_declines, _eager)
+_dispatch.register("pool", "triton", _triton_reasons, _run_triton)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from solspark import _checks
-from solspark.ops import _dispatch
+from solspark.ops import _dispatch, _triton
 from solspark.types import BLOCK, AttentionCall
 
 __all__ = ["score_blocks", "thresholds"]
@@ -104,7 +105,8 @@ def thresholds(
     if live is not None:
         _checks.check_tensor("live", live, 3, "[B, 1 or H, NK]")
         _checks.check_dtype("live", live, (torch.bool,))
-    choice = _dispatch.pick("thresholds", _describe(query_means, spread), impl)
+    call = replace(_describe(query_means, spread), variant=kind)
+    choice = _dispatch.pick("thresholds", call, impl)
     result = choice.run(query_means, key_mean, spread, scale, tau, kind, live)
     choice.record()
     return result
@@ -176,5 +178,72 @@ def _eager_thresholds(
     return a * mean + tau * (a * a * variance + VARIANCE_FLOOR).sqrt()
 
 
+@torch.library.custom_op("solspark::score_blocks", mutates_args=())
+def _launch_scores(query_means: Tensor, key_means: Tensor, scale_log2: float) -> Tensor:
+    """Launch the Triton kernel of the scores."""
+    from solspark.kernels.score_blocks import launch_score_blocks
+
+    return launch_score_blocks(query_means, key_means, scale_log2=scale_log2)
+
+
+@_launch_scores.register_fake
+def _(query_means, key_means, scale_log2):
+    return query_means.new_empty((*query_means.shape[:3], key_means.shape[2]))
+
+
+def _triton_scores(query_means: Tensor, key_means: Tensor, scale: float) -> Tensor:
+    """Score with products in the input type, the query mean split into two terms of it."""
+    return _launch_scores(_rows(query_means), _rows(key_means), scale * LOG2_E)
+
+
+@torch.library.custom_op("solspark::thresholds", mutates_args=())
+def _launch_thresholds(
+    query_means: Tensor, key_mean: Tensor, key_var: Tensor, scale_log2: float, tau: float
+) -> Tensor:
+    """Launch the Triton kernel of the diag thresholds."""
+    from solspark.kernels.score_blocks import launch_thresholds
+
+    return launch_thresholds(query_means, key_mean, key_var, scale_log2=scale_log2, tau=tau)
+
+
+@_launch_thresholds.register_fake
+def _(query_means, key_mean, key_var, scale_log2, tau):
+    return query_means.new_empty(query_means.shape[:3])
+
+
+def _triton_thresholds(
+    query_means: Tensor,
+    key_mean: Tensor | None,
+    spread: Tensor,
+    scale: float,
+    tau: float,
+    kind: str,
+    live: Tensor | None,
+) -> Tensor:
+    """Compute the diag thresholds in one pass over the query means."""
+    assert key_mean is not None
+    tensors = (query_means.contiguous(), key_mean.contiguous(), spread.contiguous())
+    return _launch_thresholds(*tensors, scale * LOG2_E, tau)
+
+
+def _rows(means: Tensor) -> Tensor:
+    """Return means [B, H, N, D] whose rows follow one another; any batch and head strides."""
+    dim = means.shape[3]
+    return means if means.stride(3) == 1 and means.stride(2) == dim else means.contiguous()
+
+
+def _triton_reasons(call: AttentionCall) -> list[str]:
+    return _triton.obstacles(call)
+
+
+def _thresholds_reasons(call: AttentionCall) -> list[str]:
+    found = _triton.obstacles(call)
+    if call.variant == "exact":
+        found.append('it computes "diag" thresholds; "exact" ones are matrix products')
+    return found
+
+
 _dispatch.register("score_blocks", "eager", _dispatch.never_declines, _eager_scores)
+_dispatch.register("score_blocks", "triton", _triton_reasons, _triton_scores)
 _dispatch.register("thresholds", "eager", _dispatch.never_declines, _eager_thresholds)
+_dispatch.register("thresholds", "triton", _thresholds_reasons, _triton_thresholds)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from solspark import _checks
-from solspark.ops import _dispatch
+from solspark.ops import _dispatch, _triton
 from solspark.reference.select_blocks import mask_from_plan, plan_from_mask
 from solspark.types import AttentionCall, BlockPlan, block_count
 
@@ -172,14 +173,8 @@ def _opaque(
 
 @_opaque.register_fake
 def _(scores, thresholds, top_k, candidates, sinks, dense_rows, local_radius, *_):
-    columns = scores.shape[3]
-    width = list_width(columns, top_k, _pairs(sinks), _pairs(dense_rows), local_radius)
-    index_type = torch.int16 if columns < 2**15 else torch.int32
-    return (
-        scores.new_empty((*scores.shape[:3], -(-columns // 32)), dtype=torch.int32),
-        scores.new_empty((*scores.shape[:3], width), dtype=index_type),
-        scores.new_empty(scores.shape[:3], dtype=torch.int32),
-    )
+    width = list_width(scores.shape[3], top_k, _pairs(sinks), _pairs(dense_rows), local_radius)
+    return _empty_plan(scores, width)
 
 
 def _pairs(flat: Sequence[int]) -> tuple[Range, ...]:
@@ -272,4 +267,96 @@ def _largest(scores: Tensor, candidate: Tensor, count: int) -> Tensor:
     return above | (level & (level.cumsum(-1) <= room))
 
 
+@torch.library.custom_op("solspark::select_blocks", mutates_args=())
+def _launch(
+    scores: Tensor,
+    thresholds: Tensor | None,
+    top_k: int,
+    candidates: int,
+    sinks: Sequence[int],
+    dense_rows: Sequence[int],
+    local_radius: int,
+    live: Tensor | None,
+    width: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the Triton kernel; ranges become flags on the device, without a copy from the host."""
+    from solspark.kernels.select_blocks import launch_select_blocks
+
+    rows, columns = scores.shape[2:]
+    column_flags = scores.new_zeros(columns, dtype=torch.int8)
+    column_flags[:candidates] = 1
+    for first, stop in _pairs(sinks):
+        column_flags[first:stop] = 2
+    row_flags = scores.new_zeros(rows, dtype=torch.int8)
+    for first, stop in _pairs(dense_rows):
+        row_flags[first:stop] = 1
+    bits, indices, counts = _empty_plan(scores, width)
+    alive = None if live is None else live.view(torch.uint8)
+    launch_select_blocks(
+        scores,
+        thresholds,
+        column_flags,
+        row_flags,
+        alive,
+        bits,
+        indices,
+        counts,
+        top_k=top_k,
+        local_radius=local_radius,
+    )
+    return bits, indices, counts
+
+
+@_launch.register_fake
+def _(scores, thresholds, top_k, candidates, sinks, dense_rows, local_radius, live, width):
+    return _empty_plan(scores, width)
+
+
+def _empty_plan(scores: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return unwritten bits, lists of `width` and counts for scores [B, H, NQ, NK]."""
+    columns = scores.shape[3]
+    index_type = torch.int16 if columns < 2**15 else torch.int32
+    return (
+        scores.new_empty((*scores.shape[:3], -(-columns // 32)), dtype=torch.int32),
+        scores.new_empty((*scores.shape[:3], width), dtype=index_type),
+        scores.new_empty(scores.shape[:3], dtype=torch.int32),
+    )
+
+
+def _run_triton(
+    scores: Tensor,
+    thresholds: Tensor | None,
+    top_k: int | None,
+    candidates: int,
+    sinks: tuple[Range, ...],
+    dense_rows: tuple[Range, ...],
+    local_radius: int,
+    live: Tensor | None,
+    query_tokens: int,
+    key_tokens: int,
+) -> BlockPlan:
+    """Select in one launch, row by row."""
+    width = list_width(scores.shape[3], top_k, sinks, dense_rows, local_radius)
+    bits, indices, counts = _launch(
+        scores.contiguous(),
+        None if thresholds is None else thresholds.contiguous(),
+        0 if top_k is None else min(top_k, scores.shape[3]),
+        candidates,
+        [edge for item in sinks for edge in item],
+        [edge for item in dense_rows for edge in item],
+        local_radius,
+        None if live is None else live.contiguous(),
+        width,
+    )
+    return BlockPlan(bits, indices, counts, query_tokens, key_tokens)
+
+
+def _triton_reasons(call: AttentionCall) -> list[str]:
+    found = _triton.obstacles(replace(call, head_dim=64))  # planning has no head dim
+    if call.dtype != torch.float32:
+        found.append(f"scores are {str(call.dtype).removeprefix('torch.')}, not float32")
+    return found
+
+
 _dispatch.register("select_blocks", "eager", _dispatch.never_declines, _eager)
+_dispatch.register("select_blocks", "triton", _triton_reasons, _run_triton)

@@ -1,0 +1,256 @@
+"""Choose the exact key blocks of every query block: packed bits, an ascending list and its length.
+
+    top-k:  the k highest candidate scores, of equal ones the lower block
+    tau:    scores[i, j] > thresholds[i]  (strict)
+    always: sinks, the band |i - j| <= radius, every live block of a dense row; never a dead block
+
+One program per (batch, head, query block). The cut of top-k is found by bisection over the bits of
+an order-preserving integer key, at most 32 counts of a row that is a few KiB, and ends as soon as
+exactly k keys lie above it; nothing waits for the host. Rows are handled as [words, 32] tiles: a
+row of a tile is one packed word, so list positions need a short prefix sum over words only.
+Column flags: 1 candidate, 2 forced (sink).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Rows up to this many key blocks (131,072 tokens) stay in registers while the cut is searched;
+# longer ones are read again from L1.
+CHUNK = 2048
+
+LOWEST_KEY = tl.constexpr(-2147483648)
+
+
+@triton.jit
+def _ordered_key(x):
+    # Map float32 to int32 whose signed order is the numeric one; -0 becomes +0, NaN becomes -inf.
+    x = tl.where(x == x, x + 0.0, float("-inf"))
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _candidate_keys(score_row, column_ptr, live_row, j, key_blocks, HAS_LIVE: tl.constexpr):
+    # What is no candidate gets the lowest key, which no trial reaches.
+    inside = j < key_blocks
+    ok = inside & ((tl.load(column_ptr + j, mask=inside, other=0) & 1) != 0)
+    if HAS_LIVE:
+        ok = ok & (tl.load(live_row + j, mask=inside, other=0) != 0)
+    key = _ordered_key(tl.load(score_row + j, mask=inside, other=0.0))
+    return tl.where(ok, key, LOWEST_KEY)
+
+
+_FREE = [
+    "heads",
+    "query_blocks",
+    "key_blocks",
+    "top_k",
+    "radius",
+    "words",
+    "width",
+    "ssb",
+    "ssh",
+    "stb",
+    "sth",
+    "slb",
+    "slh",
+    "sob",
+    "soh",
+    "sib",
+    "sih",
+    "scb",
+    "sch",
+]
+
+
+@triton.jit(do_not_specialize=_FREE)
+def select_blocks_kernel(
+    scores_ptr,
+    thr_ptr,
+    column_ptr,
+    row_ptr,
+    live_ptr,
+    bits_ptr,
+    index_ptr,
+    count_ptr,
+    heads,
+    query_blocks,
+    key_blocks,
+    top_k,
+    radius,
+    words,
+    width,
+    ssb: tl.int64,
+    ssh: tl.int64,
+    stb: tl.int64,
+    sth: tl.int64,
+    slb: tl.int64,
+    slh: tl.int64,
+    sob: tl.int64,
+    soh: tl.int64,
+    sib: tl.int64,
+    sih: tl.int64,
+    scb: tl.int64,
+    sch: tl.int64,
+    CHUNK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+    SINGLE: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    i = pid % query_blocks
+    bh = (pid // query_blocks).to(tl.int64)
+    b = bh // heads
+    h = bh % heads
+    score_row = scores_ptr + b * ssb + h * ssh + i.to(tl.int64) * key_blocks
+    live_row = live_ptr + b * slb + h * slh
+    offs_w = tl.arange(0, CHUNK // 32)
+    lane = tl.arange(0, 32)
+    offs = offs_w[:, None] * 32 + lane[None, :]
+
+    # Top-k: build the k-th largest key bit by bit, the sign first.
+    cut = tl.full([], LOWEST_KEY, tl.int32)
+    spare = tl.full([], 0, tl.int32)
+    if TOP_K:
+        weight = tl.full([], 0, tl.int32)
+        step = tl.full([], 0, tl.int32)
+        above = tl.full([], -1, tl.int32)
+        if SINGLE:
+            key = _candidate_keys(score_row, column_ptr, live_row, offs, key_blocks, HAS_LIVE)
+            k = tl.minimum(top_k, tl.sum((key != LOWEST_KEY).to(tl.int32)))
+            while (step < 32) & (above != k):
+                trial = tl.where(step == 0, 0, cut | weight)
+                above = tl.sum((key >= trial).to(tl.int32))
+                cut = tl.where(above >= k, trial, cut)
+                weight = tl.where(step == 0, 1073741824, weight >> 1)
+                step += 1
+            spare = k - tl.sum((key > cut).to(tl.int32))
+        else:
+            total = tl.zeros([CHUNK // 32, 32], dtype=tl.int32)
+            for start in range(0, key_blocks, CHUNK):
+                j = start + offs
+                key = _candidate_keys(score_row, column_ptr, live_row, j, key_blocks, HAS_LIVE)
+                total += (key != LOWEST_KEY).to(tl.int32)
+            k = tl.minimum(top_k, tl.sum(total))
+            while (step < 32) & (above != k):
+                trial = tl.where(step == 0, 0, cut | weight)
+                total = tl.zeros([CHUNK // 32, 32], dtype=tl.int32)
+                for start in range(0, key_blocks, CHUNK):
+                    j = start + offs
+                    key = _candidate_keys(score_row, column_ptr, live_row, j, key_blocks, HAS_LIVE)
+                    total += (key >= trial).to(tl.int32)
+                above = tl.sum(total)
+                cut = tl.where(above >= k, trial, cut)
+                weight = tl.where(step == 0, 1073741824, weight >> 1)
+                step += 1
+            total = tl.zeros([CHUNK // 32, 32], dtype=tl.int32)
+            for start in range(0, key_blocks, CHUNK):
+                j = start + offs
+                key = _candidate_keys(score_row, column_ptr, live_row, j, key_blocks, HAS_LIVE)
+                total += (key > cut).to(tl.int32)
+            spare = k - tl.sum(total)
+    else:
+        threshold = tl.load(thr_ptr + b * stb + h * sth + i)
+
+    # Output: equal scores are taken in ascending order while any of the budget is left.
+    dense = tl.load(row_ptr + i) != 0
+    written = tl.full([], 0, tl.int32)
+    for start in range(0, key_blocks, CHUNK):
+        j = start + offs
+        inside = j < key_blocks
+        column = tl.load(column_ptr + j, mask=inside, other=0)
+        live = inside
+        if HAS_LIVE:
+            live = live & (tl.load(live_row + j, mask=inside, other=0) != 0)
+        candidate = live & ((column & 1) != 0)
+        score = tl.load(score_row + j, mask=inside, other=0.0)
+        if TOP_K:
+            key = _ordered_key(score)
+            tie = (candidate & (key == cut)).to(tl.int32)
+            before = tl.cumsum(tl.sum(tie, axis=1), axis=0) - tl.sum(tie, axis=1)
+            rank = before[:, None] + tl.cumsum(tie, axis=1)
+            chosen = candidate & ((key > cut) | ((tie != 0) & (rank <= spare)))
+            spare -= tl.sum(tie)
+        else:
+            chosen = candidate & (score > threshold)
+        near = tl.where(j > i, j - i, i - j) <= radius
+        one = ((chosen | ((column & 2) != 0) | near | dense) & live).to(tl.int32)
+        in_word = tl.sum(one, axis=1)
+        before = written + tl.cumsum(in_word, axis=0) - in_word
+        place = before[:, None] + tl.cumsum(one, axis=1) - 1
+        written += tl.sum(in_word)
+        tl.store(
+            index_ptr + b * sib + h * sih + i.to(tl.int64) * width + place,
+            j.to(index_ptr.dtype.element_ty),
+            mask=(one != 0) & (place < width),
+        )
+        packed = tl.sum(one << lane[None, :], axis=1)
+        word = start // 32 + offs_w
+        row_bits = bits_ptr + b * sob + h * soh + i.to(tl.int64) * words
+        tl.store(row_bits + word, packed, mask=word < words)
+    tl.store(count_ptr + b * scb + h * sch + i, written)
+
+
+def launch_select_blocks(
+    scores: Tensor,
+    thresholds: Tensor | None,
+    columns: Tensor,
+    rows: Tensor,
+    live: Tensor | None,
+    bits: Tensor,
+    indices: Tensor,
+    counts: Tensor,
+    *,
+    top_k: int,
+    local_radius: int,
+    chunk: int = CHUNK,
+    num_warps: int = 4,
+) -> None:
+    """Enqueue selection into bits [B, H, NQ, W], indices [B, H, NQ, M] and counts [B, H, NQ].
+
+    scores: float32 [B, H, NQ, NK], rows contiguous; thresholds: float32 [B, H, NQ] or None for
+    top-k; columns: int8 [NK] flags; rows: int8 [NQ], non-zero for a dense query block; live: uint8
+    [B, 1 or H, NK] or None.
+    """
+    batch, heads, nq, nk = scores.shape
+    thr = scores if thresholds is None else thresholds
+    alive = columns if live is None else live
+    live_strides = (0, 0)
+    if live is not None:
+        live_strides = (live.stride(0), live.stride(1) if live.shape[1] > 1 else 0)
+    select_blocks_kernel[(batch * heads * nq,)](
+        scores,
+        thr,
+        columns,
+        rows,
+        alive,
+        bits,
+        indices,
+        counts,
+        heads,
+        nq,
+        nk,
+        top_k,
+        local_radius,
+        bits.shape[3],
+        indices.shape[3],
+        scores.stride(0),
+        scores.stride(1),
+        thr.stride(0),
+        thr.stride(1),
+        *live_strides,
+        bits.stride(0),
+        bits.stride(1),
+        indices.stride(0),
+        indices.stride(1),
+        counts.stride(0),
+        counts.stride(1),
+        CHUNK=chunk,
+        TOP_K=thresholds is None,
+        HAS_LIVE=live is not None,
+        SINGLE=nk <= chunk,
+        num_warps=num_warps,
+    )

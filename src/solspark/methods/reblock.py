@@ -264,6 +264,7 @@ class PreparedLandmarkTreeV2Permutation:
         self._runs = 0
         self._input: Tensor | None = None
         self._inverse_norms: Tensor | None = None
+        self._squares: Tensor | None = None
         self._replay: Callable[[], None] | None = None
         self._outputs: ReblockResult | None = None
 
@@ -294,6 +295,13 @@ class PreparedLandmarkTreeV2Permutation:
         """The float32 [R, T] buffer of input_inverse_norms that a replay reads."""
         return self._inverse_norms
 
+    @property
+    def graph_squares(self) -> Tensor:
+        """The float32 [R, T] squared norms that a replay reads; a producer may fill them."""
+        if self._squares is None:
+            self._squares = torch.empty(self.shape[:2], device=self.device)
+        return self._squares
+
     def acquire_graph_input(self, dtype: torch.dtype | None = None) -> Tensor:
         """Reserve the graph's input before there is a graph, so that a producer writes into it.
 
@@ -318,6 +326,7 @@ class PreparedLandmarkTreeV2Permutation:
         *,
         excluded_indices: Tensor | None = None,
         input_inverse_norms: Tensor | None = None,
+        squares: Tensor | None = None,
         allow_cuda_graph: bool = True,
     ) -> ReblockResult:
         """Grow the trees of these samples.
@@ -327,6 +336,8 @@ class PreparedLandmarkTreeV2Permutation:
             excluded_indices: int [R, T % 64], the excluded tokens; given, even empty, the run is
                 eager.
             input_inverse_norms: float32 [R, T], with input_unit_means.
+            squares: float32 [R, T], the squared norms of the samples where they are known, as
+                `reblock_features` writes them.
             allow_cuda_graph: False computes eagerly.
 
         Returns:
@@ -344,11 +355,11 @@ class PreparedLandmarkTreeV2Permutation:
         )
         self._runs += 1
         if eager or (self._runs == 1 and self._replay is None):
-            return self._compute(samples, excluded_indices, input_inverse_norms)
-        self._fill(samples, input_inverse_norms)
+            return self._compute(samples, excluded_indices, input_inverse_norms, squares)
+        self._fill(samples, input_inverse_norms, squares)
         if self._replay is None and not self._capture():
-            return self._compute(samples, None, input_inverse_norms)
-        return self.replay()
+            return self._compute(samples, None, input_inverse_norms, squares)
+        return self._replayed()
 
     def replay(self) -> ReblockResult:
         """Replay the graph on what `graph_input` holds.
@@ -356,6 +367,12 @@ class PreparedLandmarkTreeV2Permutation:
         Raises:
             RuntimeError: nothing was captured yet.
         """
+        if self._replay is not None and self._input is not None:
+            self.graph_squares.copy_(ops.squared_norms(self._input))
+        return self._replayed()
+
+    def _replayed(self) -> ReblockResult:
+        """Replay the graph on what its buffers hold."""
         if self._replay is None or self._outputs is None:
             raise RuntimeError(
                 "replay: no graph was captured; the second run on a GPU does"
@@ -400,7 +417,11 @@ class PreparedLandmarkTreeV2Permutation:
             )
 
     def _compute(
-        self, samples: Tensor, excluded: Tensor | None, norms: Tensor | None
+        self,
+        samples: Tensor,
+        excluded: Tensor | None,
+        norms: Tensor | None,
+        squares: Tensor | None,
     ) -> ReblockResult:
         """Grow the trees without a graph."""
         return ops.reblock(
@@ -410,27 +431,28 @@ class PreparedLandmarkTreeV2Permutation:
             validate=False,
             excluded_indices=excluded,
             input_inverse_norms=norms,
+            squares=squares,
             return_inverse=self._return_inverse,
             index_dtype=self._index_dtype,
             impl=self._impl,
         )
 
-    def _fill(self, samples: Tensor, norms: Tensor | None) -> None:
+    def _fill(self, samples: Tensor, norms: Tensor | None, squares: Tensor | None) -> None:
         """Copy what a replay reads into the graph's buffers, unless it is there already."""
         buffer = self.acquire_graph_input()
-        if samples.data_ptr() != buffer.data_ptr():
-            buffer.copy_(samples)
+        _copy_into(buffer, samples)
         if norms is not None:
             assert self._inverse_norms is not None
-            if norms.data_ptr() != self._inverse_norms.data_ptr():
-                self._inverse_norms.copy_(norms)
+            _copy_into(self._inverse_norms, norms)
+        # The graph begins after the norms, which a producer may know already.
+        _copy_into(self.graph_squares, ops.squared_norms(buffer) if squares is None else squares)
 
     def _capture(self) -> bool:
         """Capture the graph; on failure warn, remember and return False."""
         buffer = self.acquire_graph_input()
 
         def compute() -> ReblockResult:
-            return self._compute(buffer, None, self._inverse_norms)
+            return self._compute(buffer, None, self._inverse_norms, self.graph_squares)
 
         try:
             self._outputs, self._replay = _capture_graph(compute, self.device)
@@ -444,6 +466,12 @@ class PreparedLandmarkTreeV2Permutation:
             )
             return False
         return True
+
+
+def _copy_into(buffer: Tensor, source: Tensor) -> None:
+    """Copy, unless the source is the buffer itself."""
+    if source.data_ptr() != buffer.data_ptr():
+        buffer.copy_(source)
 
 
 def _can_capture(device: torch.device) -> bool:

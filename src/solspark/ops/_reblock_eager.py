@@ -17,8 +17,8 @@ from solspark.reference.hierarchy import CapacityHierarchy, NodeBatch, ProxyNode
 from solspark.reference.initial_order import initial_order
 from solspark.reference.reblock import (
     ReblockOptions,
-    inverse_norms,
     landmark_count,
+    norms_to_inverse,
     snap,
     squared_norms,
     squared_scale,
@@ -76,6 +76,7 @@ def run_eager(
     fitting: Tensor | None,
     excluded: Tensor | None,
     input_inverse_norms: Tensor | None,
+    squares: Tensor | None,
     grid: TokenGrid,
     options: ReblockOptions,
 ) -> Tensor:
@@ -86,6 +87,7 @@ def run_eager(
         fitting: [R, T, D] or None for `samples`.
         excluded: int64 [R, T % 64] or None to choose by norm.
         input_inverse_norms: float32 [R, T] for mean_mode "input_unit".
+        squares: float32 [R, T], the squared norms of `samples`, or None to compute them.
         grid, options: checked.
     """
     trees, tokens, dim = samples.shape
@@ -95,36 +97,41 @@ def run_eager(
     result = samples.new_empty((trees, tokens), dtype=torch.int64)
     for first in range(0, trees, step):
         part = slice(first, min(first + step, trees))
-        own = samples[part]
-        order = _root_order(own, None if excluded is None else excluded[part], grid, options)
+        own = squared_norms(samples[part]) if squares is None else squares[part]
+        order = root_order(own, None if excluded is None else excluded[part], grid, options)
         active = hierarchy.leaves * BLOCK
-        features = own if fitting is None else fitting[part]
+        features = samples[part] if fitting is None else fitting[part]
+        if fitting is not None:
+            own = squared_norms(features)
         scale = None
         if options.mean_mode == "metric_unit":
-            scale = inverse_norms(features)
+            scale = norms_to_inverse(own)
         elif options.mean_mode == "input_unit":
             assert input_inverse_norms is not None
             scale = input_inverse_norms[part]
-        tree = _Tree(features, scale, options)
+        tree = _Tree(features, own, scale, options)
         result[part, :active] = tree.grow(order[:, :active], hierarchy)
         result[part, active:] = order[:, active:]
     return result
 
 
-def _root_order(
-    samples: Tensor, excluded: Tensor | None, grid: TokenGrid, options: ReblockOptions
+def root_order(
+    squares: Tensor, excluded: Tensor | None, grid: TokenGrid, options: ReblockOptions
 ) -> Tensor:
-    """Return the ids in initial order [C, T], the excluded ones moved behind the others."""
-    trees, tokens, _ = samples.shape
-    order = initial_order_on(grid, options.initial_order, samples.device).expand(trees, tokens)
+    """Return the ids in initial order [C, T], the excluded ones moved behind the others.
+
+    squares: float32 [C, T], the squared norms that choose them.
+    """
+    trees, tokens = squares.shape
+    order = initial_order_on(grid, options.initial_order, squares.device).expand(trees, tokens)
     count = tokens % BLOCK
     if count == 0:
         return order
     if excluded is None:
-        ids = torch.arange(tokens, device=samples.device)
-        descending = ((-1 - ordered_bits(squared_norms(samples))).long() << 32) | ids
+        ids = torch.arange(tokens, device=squares.device)
+        descending = ((-1 - ordered_bits(squares)).long() << 32) | ids
         excluded = descending.topk(count, largest=False).indices
-    is_excluded = torch.zeros(trees, tokens, dtype=torch.int8, device=samples.device)
+    is_excluded = torch.zeros(trees, tokens, dtype=torch.int8, device=squares.device)
     is_excluded.scatter_(1, excluded, 1)
     return order.gather(1, is_excluded.gather(1, order).argsort(dim=1, stable=True))
 
@@ -132,20 +139,22 @@ def _root_order(
 class _Tree:
     """Features of a chunk of trees, prepared once for all levels."""
 
-    def __init__(self, features: Tensor, scale: Tensor | None, options: ReblockOptions):
+    def __init__(
+        self, features: Tensor, squares: Tensor, scale: Tensor | None, options: ReblockOptions
+    ):
         self.features = features
         self.scale = scale
         self.options = options
-        self.bad = ~squared_norms(features).isfinite()
-        self.rows = self._score_rows(features)
+        self.bad = ~squares.isfinite()
+        self.rows = self._score_rows(features, squares)
 
-    def _score_rows(self, features: Tensor) -> Tensor:
+    def _score_rows(self, features: Tensor, squares: Tensor) -> Tensor:
         """Return what is multiplied by a direction, rounded as the options say."""
         wide = score_dtype(features.device)
         if self.options.distance == "euclidean":
             return features.to(wide)
         if self.options.score_precision == "fp16":
-            return (features.float() * inverse_norms(features)[..., None]).half().to(wide)
+            return (features.float() * norms_to_inverse(squares)[..., None]).half().to(wide)
         return unit(features.to(wide))
 
     def grow(self, order: Tensor, hierarchy: CapacityHierarchy) -> Tensor:
@@ -187,7 +196,8 @@ class _Tree:
         if self.scale is not None:
             fitted = fitted * self.scale[trees[..., None], atoms].to(fitted)[..., None]
         mean = fitted.mean(-2).float().to(self.features.dtype)
-        return self._score_rows(mean), mean, ~squared_norms(mean).isfinite()
+        squares = squared_norms(mean)
+        return self._score_rows(mean, squares), mean, ~squares.isfinite()
 
     def _landmarks(self, fitted: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return the centres [C, N, K, D] in fit_dtype and the lengths [K] of the intervals."""

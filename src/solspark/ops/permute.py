@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from solspark import _checks
-from solspark.ops import _dispatch
+from solspark.ops import _dispatch, _triton
+from solspark.types import AttentionCall
 
 __all__ = ["permute", "unpermute"]
 
@@ -94,4 +95,29 @@ def _eager(x: Tensor, permutation: Tensor, inverse: bool) -> Tensor:
     return moved
 
 
+def _run_triton(x: Tensor, permutation: Tensor, inverse: bool) -> Tensor:
+    """Enter through the custom op, so that torch.compile keeps one node."""
+    return _launch(x, permutation, inverse)
+
+
+@torch.library.custom_op("solspark::permute", mutates_args=())
+def _launch(x: Tensor, permutation: Tensor, inverse: bool) -> Tensor:
+    """Launch the Triton kernel."""
+    from solspark.kernels.permute import launch_permute
+
+    last = _checks.last_dim_contiguous
+    return launch_permute(last(x), last(permutation), inverse)
+
+
+@_launch.register_fake
+def _(x, permutation, inverse):
+    return x.new_empty(x.shape)
+
+
+def _triton_reasons(call: AttentionCall) -> list[str]:
+    types = (*_triton.DTYPES, torch.float64)
+    return _triton.obstacles(call, dtypes=types, head_dims=(call.head_dim,))
+
+
 _dispatch.register("permute", "eager", _dispatch.never_declines, _eager)
+_dispatch.register("permute", "triton", _triton_reasons, _run_triton)

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from solspark.errors import UnsupportedError
 from solspark.ops import _dispatch
 from solspark.ops._reblock_eager import run_eager
+from solspark.ops._reblock_triton import option_reasons, run_triton, triton_reasons
 from solspark.reference.hierarchy import CapacityHierarchy, capacity_hierarchy
 from solspark.reference.reblock import (
     ReblockOptions,
     ReblockResult,
     inverse_norms,
-    squared_norms,
 )
 from solspark.reference.reblock import as_result as wrap_permutation
 from solspark.reference.reblock import reblock as reference_reblock
+from solspark.reference.reblock import squared_norms as squares_in_float64
 from solspark.types import BLOCK, AttentionCall, TokenGrid
 
 __all__ = [
@@ -90,6 +94,7 @@ def reblock(
     fitting_samples: Tensor | None = None,
     excluded_indices: Tensor | None = None,
     input_inverse_norms: Tensor | None = None,
+    squares: Tensor | None = None,
     return_inverse: bool = True,
     index_dtype: torch.dtype = torch.int64,
     impl: str | None = None,
@@ -112,6 +117,8 @@ def reblock(
             norm.
         input_inverse_norms: float32 [..., T], 1 / |row| of the original tokens, for mean_mode
             "input_unit".
+        squares: float32 [..., T], the `squared_norms` of `samples` where they are known already;
+            saves a pass over the samples.
         return_inverse: also compute the inverse permutation.
         index_dtype: int64 or int32.
         impl: "eager", "triton" or None for the best that can serve.
@@ -144,17 +151,31 @@ def reblock(
     if index_dtype not in (torch.int32, torch.int64):
         raise ValueError(f"index_dtype: expected torch.int32 or torch.int64, got {index_dtype}")
     trees, tokens, dim = call.samples.shape
-    choice = _dispatch.pick("reblock", describe_call(trees, tokens, dim, samples), impl)
-    permutation = choice.run(
-        call.samples, call.fitting, call.excluded, call.norms, call.grid, call.options
+    if squares is not None:
+        if squares.shape != samples.shape[:-1] or squares.dtype != torch.float32:
+            raise ValueError(
+                f"squares: expected torch.float32 {tuple(samples.shape[:-1])}, got "
+                f"{squares.dtype} {tuple(squares.shape)}"
+            )
+        squares = squares.reshape(trees, tokens)
+    choice = _choose(describe_call(trees, tokens, dim, samples), call.options, impl)
+    permutation, inverse = _grow(
+        call.samples,
+        call.fitting,
+        call.excluded,
+        call.norms,
+        squares,
+        list(call.grid.as_tuple()),
+        json.dumps(asdict(call.options)),
+        choice.name,
+        index_dtype,
+        return_inverse,
     )
     choice.record()
     if validate:
         check_permutation(permutation)
-    inverse = invert(permutation).to(index_dtype) if return_inverse else None
-    permutation = permutation.to(index_dtype).reshape(*samples.shape[:-1])
-    if inverse is not None:
-        inverse = inverse.reshape(*samples.shape[:-1])
+    permutation = permutation.reshape(samples.shape[:-1])
+    inverse = inverse.reshape(samples.shape[:-1]) if return_inverse else None
     hierarchy = call.options.hierarchy(tokens // BLOCK)
     return wrap_permutation(permutation, inverse, hierarchy, call.options)
 
@@ -240,6 +261,96 @@ def _checked(
         if fitting_samples is not None:
             _check_finite("fitting_samples", fitting_samples)
     return _Call(rows, fitting_samples, excluded, norms, grid, options)
+
+
+def _choose(call: AttentionCall, options: ReblockOptions, impl: str | None) -> _dispatch.Choice:
+    """Choose for the shapes, then decline what the kernels do not have among the options."""
+    missing = tuple(option_reasons(options))
+    if not missing:
+        return _dispatch.pick("reblock", call, impl)
+    if impl == "triton":
+        obstacles = (*_dispatch.reasons("reblock", "triton", call), *missing)
+        raise UnsupportedError("reblock with impl='triton'", obstacles)
+    chosen = _dispatch.pick("reblock", call, impl or "eager")
+    obstacles = (*_dispatch.reasons("reblock", "triton", call), *missing)
+    return replace(chosen, declined=() if impl else (("triton", obstacles),))
+
+
+@torch.library.custom_op("solspark::reblock", mutates_args=())
+def _grow(
+    samples: Tensor,
+    fitting: Tensor | None,
+    excluded: Tensor | None,
+    input_inverse_norms: Tensor | None,
+    squares: Tensor | None,
+    grid: list[int],
+    options: str,
+    implementation: str,
+    index_dtype: torch.dtype,
+    return_inverse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Grow the trees [R, T, D]; return the permutation and its inverse, empty if not asked for.
+
+    One node for torch.compile, whatever the implementation; options are JSON.
+    """
+    run = run_triton if implementation == "triton" else run_eager
+    order = run(
+        samples,
+        fitting,
+        excluded,
+        input_inverse_norms,
+        squares,
+        TokenGrid(*grid),
+        _options_of(options),
+    )
+    if implementation == "triton":
+        from solspark.kernels.reblock import launch_finish
+
+        permutation, inverse = launch_finish(order, index_dtype, return_inverse)
+    else:
+        permutation = order.to(index_dtype, copy=True)
+        inverse = invert(permutation) if return_inverse else None
+    return permutation, permutation.new_empty(0) if inverse is None else inverse
+
+
+@_grow.register_fake
+def _(
+    samples,
+    fitting,
+    excluded,
+    input_inverse_norms,
+    squares,
+    grid,
+    options,
+    implementation,
+    index_dtype,
+    return_inverse,
+):
+    permutation = samples.new_empty(samples.shape[:-1], dtype=index_dtype)
+    return permutation, permutation.new_empty(permutation.shape if return_inverse else (0,))
+
+
+@functools.lru_cache(maxsize=256)
+def _options_of(text: str) -> ReblockOptions:
+    """Return the options from JSON."""
+    return ReblockOptions(**json.loads(text))
+
+
+def squared_norms(rows: Tensor) -> Tensor:
+    """Return the squared norms [...] of rows [..., D], summed in float64, rounded to float32."""
+    rows = rows.detach()
+    flat = (
+        rows.reshape(-1, *rows.shape[-2:]) if rows.ndim > 2 else rows.reshape(1, -1, rows.shape[-1])
+    )
+    if not triton_reasons(describe_call(flat.shape[0], flat.shape[1], flat.shape[2], flat)):
+        from solspark.kernels.tree_score import launch_tree_norms
+
+        return launch_tree_norms(flat).reshape(rows.shape[:-1])
+    # One tree at a time: the float64 copy of all of them would not fit beside the features.
+    squares = rows.new_empty(flat.shape[:-1], dtype=torch.float32)
+    for index, tree in enumerate(flat):
+        squares[index] = squares_in_float64(tree)
+    return squares.reshape(rows.shape[:-1])
 
 
 def describe_call(trees: int, tokens: int, dim: int, like: Tensor) -> AttentionCall:
@@ -342,8 +453,7 @@ def _check_norms(
 
 def _check_finite(name: str, rows: Tensor) -> None:
     """Raise ValueError if a row [R, T, D] has no finite squared norm. Waits for the device."""
-    # One tree at a time: the float64 copy of all of them would not fit beside the features.
-    bad = int(sum((~squared_norms(tree).isfinite()).sum() for tree in rows))
+    bad = int((~squared_norms(rows).isfinite()).sum())
     if bad:
         raise ValueError(
             f"{name}: expected rows whose squared norm is finite in float32, got {bad} that are "
@@ -352,3 +462,4 @@ def _check_finite(name: str, rows: Tensor) -> None:
 
 
 _dispatch.register("reblock", "eager", _dispatch.never_declines, run_eager)
+_dispatch.register("reblock", "triton", triton_reasons, run_triton)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from solspark import _checks
-from solspark.ops import _dispatch
+from solspark.errors import UnsupportedError
+from solspark.ops import _dispatch, _triton
 from solspark.ops._reblock_eager import score_dtype
+from solspark.ops.reblock import squared_norms
 from solspark.reference.reblock import inverse_norms
 from solspark.reference.second_moments import (
     DEFAULT_RIDGE,
@@ -19,10 +22,10 @@ from solspark.reference.second_moments import (
     M2_SIDES,
     MOMENT_MODES,
     half_range_scale,
-    metric_factor,
     sample_tokens,
 )
-from solspark.types import BLOCK, TokenGrid
+from solspark.reference.second_moments import metric_factor as reference_factor
+from solspark.types import BLOCK, AttentionCall, TokenGrid
 
 __all__ = ["features", "metric_factor", "reblock_features", "second_moments"]
 
@@ -71,14 +74,58 @@ def second_moments(
     ridge = _checks.check_float("ridge", ridge)
     if ridge < 0:
         raise ValueError(f"ridge: expected a number >= 0, got {ridge}")
-    choice = _dispatch.pick("second_moments", _dispatch.describe(None, x), impl)
-    moments = choice.run(x.detach(), grid, mode, estimator, ridge)
+    choice = _choose(_dispatch.describe(None, x), mode, estimator, impl)
+    moments = _moments(x.detach(), list(grid.as_tuple()), mode, estimator, ridge, choice.name)
     choice.record()
     return moments
 
 
+def metric_factor(moments: Tensor, *, kind: str = "cholesky", impl: str | None = None) -> Tensor:
+    """Factor every moment, F F^T = M.
+
+        cholesky: lower triangular;  eigh: V sqrt(max(lambda, 0))
+
+    Args:
+        moments: float32 or float64 [B, H, D, D], symmetric.
+        kind: "cholesky" or "eigh". Both give the same inner products. Without a ridge the moment of
+            few samples is singular, and only "eigh" factors it.
+        impl: "eager", "triton" or None for the best that can serve.
+
+    Returns:
+        The same shape and dtype. A moment whose trace is zero has the factor zero: nobody looks,
+        all are alike. Where Cholesky fails, the factor is the root of the diagonal.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+        UnsupportedError: the implementation asked for cannot serve.
+
+    Numerics: in the type of the moments. Nothing waits for the device.
+
+    Source: spec/spark.md section 2.
+    """
+    _checks.check_tensor("moments", moments, 4, "[B, H, D, D]")
+    _checks.check_dtype("moments", moments, (torch.float32, torch.float64))
+    _checks.check_choice("kind", kind, FACTORS)
+    if moments.shape[2] != moments.shape[3]:
+        raise ValueError(f"moments: expected [B, H, D, D], got {tuple(moments.shape)}")
+    call = _dispatch.describe(None, moments)
+    if kind == "eigh" and impl is None:
+        impl = "eager"
+    choice = _dispatch.pick("metric_factor", call, impl)
+    if kind == "eigh" and choice.name != "eager":
+        raise UnsupportedError(f"metric_factor with impl={impl!r}", ["kind='eigh' has no kernel"])
+    factor = choice.run(moments.detach(), kind)
+    choice.record()
+    return factor
+
+
 def features(
-    x: Tensor, factor: Tensor, *, out: Tensor | None = None, impl: str | None = None
+    x: Tensor,
+    factor: Tensor,
+    *,
+    out: Tensor | None = None,
+    squares: Tensor | None = None,
+    impl: str | None = None,
 ) -> Tensor:
     """Transform the rows of every head by the factor of the opposite moment, x F.
 
@@ -87,6 +134,8 @@ def features(
         factor: float32 (float64) [B, H, D, D]; it is rounded to the type of x, for float16 after a
             power of two a head that keeps the result in range.
         out: [B, H, V, D] in the type of x, contiguous: written and returned.
+        squares: float32 [B, H, V], contiguous: takes the squared norms of the result, which
+            `reblock` wants and which are free here.
         impl: "eager", "triton" or None for the best that can serve.
 
     Returns:
@@ -115,10 +164,17 @@ def features(
         )
     elif not out.is_contiguous():
         raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
+    if squares is not None:
+        expected = (torch.float32, (batch, heads, tokens), True)
+        if (squares.dtype, tuple(squares.shape), squares.is_contiguous()) != expected:
+            raise ValueError(
+                f"squares: expected a contiguous torch.float32 {(batch, heads, tokens)}, got "
+                f"{squares.dtype} {tuple(squares.shape)}"
+            )
     choice = _dispatch.pick("features", _dispatch.describe(None, x), impl)
     if x.dtype == torch.float16:
         factor = factor * half_range_scale(factor)
-    choice.run(x.detach(), factor.to(x.dtype), out)
+    choice.run(x.detach(), factor.to(x.dtype), out, squares)
     choice.record()
     return out
 
@@ -135,6 +191,7 @@ def reblock_features(
     ridge: float = DEFAULT_RIDGE,
     factor: str = "cholesky",
     out: Tensor | None = None,
+    squares: Tensor | None = None,
     impl: str | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the features from which the trees of Q and of K are grown.
@@ -152,6 +209,8 @@ def reblock_features(
         factor: "cholesky" or "eigh".
         out: [S, B, H, V, D], contiguous, for the S sides that are built, keys first: what a tree
             over all of them reads without a copy. The result is views of it.
+        squares: float32 [S, B, H, V], contiguous: takes the squared norms of `out`, which `reblock`
+            wants.
         impl: "eager", "triton" or None for the best that can serve.
 
     Returns:
@@ -183,6 +242,8 @@ def reblock_features(
         raise ValueError(
             f"out: expected {query_video.dtype} {shape}, got {out.dtype} {tuple(out.shape)}"
         )
+    if squares is not None and tuple(squares.shape) != shape[:-1]:
+        raise ValueError(f"squares: expected {shape[:-1]}, got {tuple(squares.shape)}")
     built: dict[str, Tensor] = {}
     for index, side in enumerate(sides):
         own, other = rows[side]
@@ -191,9 +252,13 @@ def reblock_features(
             moments = second_moments(
                 other, grid=grid, mode=mode, estimator=estimator, ridge=ridge, impl=impl
             )
-            features(own, metric_factor(moments, kind=factor), out=out[index], impl=impl)
+            square = None if squares is None else squares[index]
+            root = metric_factor(moments, kind=factor)
+            features(own, root, out=out[index], squares=square, impl=impl)
         else:
             out[index].copy_(own.detach().transpose(1, 2))
+            if squares is not None:
+                squares[index] = squared_norms(out[index])
     return built.get("query"), built.get("key")
 
 
@@ -268,7 +333,7 @@ def _block_moments(rows: Tensor, with_diagonal: bool) -> Tensor:
     return total
 
 
-def _eager_features(x: Tensor, factor: Tensor, out: Tensor) -> None:
+def _eager_features(x: Tensor, factor: Tensor, out: Tensor, squares: Tensor | None) -> None:
     """Multiply head by head, widened where the device would round half-precision sums."""
     for b in range(x.shape[0]):
         for h in range(x.shape[2]):
@@ -276,7 +341,113 @@ def _eager_features(x: Tensor, factor: Tensor, out: Tensor) -> None:
             if x.device.type == "cpu" and x.dtype.itemsize == 2:
                 rows, own = rows.float(), own.float()
             out[b, h] = rows @ own
+            if squares is not None:
+                squares[b, h] = squared_norms(out[b, h])
+
+
+def _choose(call: AttentionCall, mode: str, estimator: str, impl: str | None) -> _dispatch.Choice:
+    """Choose for the shapes, then decline the modes and estimators that have no kernel."""
+    missing = []
+    if mode != "raw":
+        missing.append(f"mode={mode!r} has no kernel")
+    if estimator not in ("hilbert_midpoint", "full"):
+        missing.append(f"estimator={estimator!r} has no kernel")
+    if missing and impl is None:
+        obstacles = (*_dispatch.reasons("second_moments", "triton", call), *missing)
+        chosen = _dispatch.pick("second_moments", call, "eager")
+        return replace(chosen, declined=(("triton", obstacles),))
+    chosen = _dispatch.pick("second_moments", call, impl)
+    if missing and chosen.name != "eager":
+        raise UnsupportedError(f"second_moments with impl={impl!r}", missing)
+    return chosen
+
+
+@torch.library.custom_op("solspark::second_moments", mutates_args=())
+def _moments(
+    x: Tensor, grid: list[int], mode: str, estimator: str, ridge: float, implementation: str
+) -> Tensor:
+    """Run the chosen implementation: one node for torch.compile."""
+    run = _triton_moments if implementation == "triton" else _eager_moments
+    return run(x, TokenGrid(*grid), mode, estimator, ridge)
+
+
+@_moments.register_fake
+def _(x, grid, mode, estimator, ridge, implementation):
+    batch, _, heads, dim = x.shape
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty((batch, heads, dim, dim), dtype=dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _sample_ids(grid: TokenGrid, estimator: str, device: torch.device) -> Tensor:
+    """Return the int32 sampled ids on a device; moved there once."""
+    return sample_tokens(grid, estimator)[0].to(device=device, dtype=torch.int32)
+
+
+def _triton_moments(x: Tensor, grid: TokenGrid, mode: str, estimator: str, ridge: float) -> Tensor:
+    """Launch the kernels."""
+    from solspark.kernels.second_moments import launch_second_moments
+
+    x = _checks.last_dim_contiguous(x)
+    if estimator == "full":
+        return launch_second_moments(x, None, grid.tokens, ridge)
+    ids = _sample_ids(grid, estimator, x.device)
+    return launch_second_moments(x, ids, ids.shape[0], ridge)
+
+
+def _triton_features(x: Tensor, factor: Tensor, out: Tensor, squares: Tensor | None) -> None:
+    """Enter through the custom op, so that torch.compile keeps one node."""
+    _launch_features(x, factor, out, out.new_empty(0) if squares is None else squares)
+
+
+@torch.library.custom_op("solspark::reblock_features", mutates_args=("out", "squares"))
+def _launch_features(x: Tensor, factor: Tensor, out: Tensor, squares: Tensor) -> None:
+    """Launch the kernel; empty squares are not wanted."""
+    from solspark.kernels.second_moments import launch_features
+
+    x = _checks.last_dim_contiguous(x)
+    launch_features(x, factor.contiguous(), out, squares if squares.numel() else None)
+
+
+@_launch_features.register_fake
+def _(x, factor, out, squares):
+    return None
+
+
+def _eager_factor(moments: Tensor, kind: str) -> Tensor:
+    """Factor by torch."""
+    return reference_factor(moments, kind=kind)
+
+
+def _triton_factor(moments: Tensor, kind: str) -> Tensor:
+    """Enter through the custom op, so that torch.compile keeps one node."""
+    return _launch_cholesky(moments)
+
+
+@torch.library.custom_op("solspark::cholesky", mutates_args=())
+def _launch_cholesky(moments: Tensor) -> Tensor:
+    """Launch the kernel."""
+    from solspark.kernels.second_moments import launch_cholesky
+
+    return launch_cholesky(moments.contiguous())
+
+
+@_launch_cholesky.register_fake
+def _(moments):
+    return moments.new_empty(moments.shape)
+
+
+def _half_reasons(call: AttentionCall) -> list[str]:
+    return _triton.obstacles(call, dtypes=(torch.float16, torch.bfloat16))
+
+
+def _factor_reasons(call: AttentionCall) -> list[str]:
+    return _triton.obstacles(call, dtypes=(torch.float32,))
 
 
 _dispatch.register("second_moments", "eager", _dispatch.never_declines, _eager_moments)
+_dispatch.register("second_moments", "triton", _half_reasons, _triton_moments)
+_dispatch.register("metric_factor", "eager", _dispatch.never_declines, _eager_factor)
+_dispatch.register("metric_factor", "triton", _factor_reasons, _triton_factor)
 _dispatch.register("features", "eager", _dispatch.never_declines, _eager_features)
+_dispatch.register("features", "triton", _half_reasons, _triton_features)

@@ -238,7 +238,11 @@ def squared_norms(rows: Tensor) -> Tensor:
 
 def inverse_norms(rows: Tensor) -> Tensor:
     """Return 1 / max(|x|, 1e-12) of rows [..., D] in float32; NaN if |x|^2 is not finite."""
-    squares = squared_norms(rows)
+    return norms_to_inverse(squared_norms(rows))
+
+
+def norms_to_inverse(squares: Tensor) -> Tensor:
+    """Return 1 / max(sqrt(square), 1e-12) of float32 squared norms; NaN where not finite."""
     inverse = squares.sqrt().clamp(min=SMALLEST_NORM).reciprocal()
     return inverse.masked_fill(~squares.isfinite(), math.nan)
 

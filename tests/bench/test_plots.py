@@ -84,7 +84,7 @@ def test_a_route_map_shows_what_reblocking_does(tmp_path):
 
 def test_quality_prints_the_calibration(tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
-    arguments = ["--problem", "tiny", "--only", "3", "--commit", "abc", "--out", str(out)]
+    arguments = ["--problem", "tiny", "--only", "4", "--commit", "abc", "--out", str(out)]
     assert quality.main(arguments) == 0
     printed = capsys.readouterr().out
     assert "| mass recall of 10 %, reblocked | 0.8 to 0.83 | 0." in printed
@@ -96,6 +96,8 @@ def test_quality_prints_the_calibration(tmp_path, capsys):
         if item.method == "recall" and item.options.get("topk_ratio") == 0.2
     }
     assert 0 < recalls["given"] < recalls["reblocked"] < 1
+    gap = next(item for item in rows if item.method == "skipped-mass")
+    assert 0 < gap.error["median_nats"] < 10
     table = quality.calibration_table(rows)
     assert table.count("|  |") == 0 and "tiny, 2 heads" in table
 

@@ -117,6 +117,12 @@ def test_a_command_repeats_its_rows():
     )
 
 
+def test_quality_rows_are_repeated_by_their_own_command():
+    told = {"relative_l2": 0.1, "against": "dense"}
+    rows = [row(level="quality", options={"inputs": "video", "tau": 1.0}, error=told, ms=None)]
+    assert command(rows) == "solspark bench quality --problem h3-10s"
+
+
 def test_sections_show_figures_versions_and_the_command():
     text = section("call problem=h3-10s", [DENSE, row(), row(problem="h3-5s")])
     assert "| h3-10s | `sol` | topk_ratio=0.1 | 33.91 | 0.1 | 8.04 | 512 | 0.102 |" in text

@@ -133,6 +133,7 @@ def markdown_table(rows: Sequence[Row], base: dict[tuple[str, str, str], float])
         ("peak GiB", lambda r: _number(r.peak_gib, ".2f")),
         ("relative L2", lambda r: _number((r.error or {}).get("relative_l2"), ".4f")),
         ("mass recall", lambda r: _number((r.error or {}).get("mass_recall"), ".3f")),
+        ("nats", lambda r: _number((r.error or {}).get("median_nats"), ".2f")),
         ("served by", lambda r: r.implementation or ""),
         ("gate", lambda r: r.gate),
     ]
@@ -158,12 +159,14 @@ def command(rows: Sequence[Row]) -> str:
     if parts[0] == "solspark bench":
         parts.append("--level " + (level or joined(row.level for row in rows)))
         parts.append("--methods " + joined(row.method for row in rows))
-    for name, flag in FLAGS.items():
+    swept = {} if parts[0] != "solspark bench" else FLAGS
+    for name, flag in swept.items():
         values = [row.options[name] for row in rows if name in row.options]
         if values:
             parts.append(f"{flag} {joined(values)}")
     known = (*FLAGS, *NOT_A_FLAG, "primed", "evaluation", "order")
-    for name in dict.fromkeys(name for row in rows for name in row.options if name not in known):
+    names = dict.fromkeys(name for row in rows for name in row.options if name not in known)
+    for name in names if swept else ():
         values = [row.options[name] for row in rows if name in row.options]
         parts.append(f"--sweep {name}={joined(values)}")
     kinds = joined(row.options.get("inputs", "gaussian") for row in rows)

@@ -503,7 +503,7 @@ class Session:
 
 def told_error(row: Row) -> str:
     """Return the error of a row in words, or nothing."""
-    names = {"relative_l2": "rel L2", "mass_recall": "recall"}
+    names = {"relative_l2": "rel L2", "mass_recall": "recall", "median_nats": "median nats"}
     told = [(names[key], value) for key, value in (row.error or {}).items() if key in names]
     return ", ".join(f"{name} {value:.4f}" for name, value in told)
 

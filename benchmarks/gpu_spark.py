@@ -24,6 +24,8 @@ from solspark.methods.spark import PRESETS, PackedConfig, ReblockConfig, packed_
 from solspark.methods.spark_order import plan_orders
 from solspark.ops.anchors import anchors
 from solspark.ops.block_sparse_attention import block_sparse_attention
+from solspark.ops.gather_means import gather_means
+from solspark.ops.gather_reweight import gather_reweight
 from solspark.ops.permute import permute, unpermute
 from solspark.ops.pool import pool
 from solspark.ops.reweight import reweight
@@ -139,10 +141,30 @@ def check(bench: Bench, query, key, value, layout: PackedLayout) -> None:
         peer = anchors_reference(pooled.query_means, given, dtype=q.dtype)
         assert_close_to_oracle(result, oracle, peer, name="anchors")
         check_reweight(bench.device, q.dtype, result, k, v)
+    check_gathers(q, k, v, layout)
     whole = reweight(anchors(pooled.query_means, ranges, dtype=q.dtype), k, v)
     again = reweight(anchors(pooled.query_means, ranges, dtype=q.dtype), k, v)
     assert all(torch.equal(x, y) for x, y in zip(whole, again, strict=True))
     print(f"{bench.problem:4} reweight and anchors: close to the oracle, repeatable", flush=True)
+
+
+def check_gathers(q, k, v, layout: PackedLayout) -> None:
+    """Hold that one pass gives what separate passes give."""
+    rows = [torch.randperm(layout.video_tokens, device=q.device) for _ in range(q.shape[2])]
+    order = torch.stack(rows)[None].int()
+    moved, means = gather_means(q, order, blocks=layout.query_blocks, dtype=torch.float32)
+    separate = permute(q, order)
+    assert torch.equal(moved, separate), "gathered queries differ"
+    pooled = pool(separate[:, : layout.sparse_tokens], permute(k, order), None)
+    torch.testing.assert_close(means, pooled.query_means, atol=1e-6, rtol=1e-5)
+    anchor = anchors(means, ((0, layout.sparse_tokens),), dtype=q.dtype)
+    result = gather_reweight(anchor, k, v, order)
+    keys, values = permute(k, order), permute(v, order)
+    expected = (keys, values, pooled.key_means, *reweight(anchor, keys, values))
+    for one, other in zip(result, expected, strict=True):
+        # The same FP32 sums in another order: at most one rounding apart.
+        bound = torch.finfo(q.dtype).eps if one.dtype == q.dtype else 1e-4
+        torch.testing.assert_close(one, other, atol=bound, rtol=bound)
 
 
 def check_whole(bench: Bench, tensors, grid: TokenGrid, config: PackedConfig) -> None:
@@ -241,6 +263,16 @@ def run(bench: Bench, name: str, heads: int, dtype: torch.dtype, skip_checks: bo
             lambda a=several: reweight(a, key, value),
             gib=2 * gib,
         )
+    bench.time(
+        "gather Q with means",
+        lambda: gather_means(query, orders.query, blocks=layout.query_blocks, dtype=torch.float32),
+        gib=2 * gib,
+    )
+    bench.time(
+        "gather K and V with means and summaries",
+        lambda: gather_reweight(anchor, key, value, orders.key),
+        gib=4 * gib,
+    )
     summaries = BlockSummaries(*reweight(anchor, key, value))
     bench.time(
         "attend, sparse prefix",

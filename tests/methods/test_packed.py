@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from solspark.errors import UnsupportedError
-from solspark.methods import spark
+from solspark.methods import spark_call
 from solspark.methods.spark import (
     PRESETS,
     RESOLVED_EXECUTIONS,
@@ -503,8 +503,8 @@ def test_summaries_and_heads_are_chunked_without_a_trace(monkeypatch):
     tensors = make_qkv(1, GRID.tokens + 100, 3, 64)
     whole, record = attend(*tensors, config)
     assert record.counters["summaries"] == 1
-    monkeypatch.setattr(spark, "SUMMARY_BYTES", 5 * 3 * 20 * (2 * 64 * 4 + 4))
-    monkeypatch.setattr(spark, "REORDER_BYTES", 1)
+    monkeypatch.setattr(spark_call, "SUMMARY_BYTES", 5 * 3 * 20 * (2 * 64 * 4 + 4))
+    monkeypatch.setattr(spark_call, "REORDER_BYTES", 1)
     parts, record = attend(*tensors, config)
     assert record.counters["summaries"] == 3 * 2 and record.counters["reblock"] == 1
     torch.testing.assert_close(parts, whole, atol=1e-6, rtol=1e-5)
@@ -546,7 +546,7 @@ def test_densities_are_what_was_delivered(monkeypatch):
     assert record.figures["target_top_k"] == 2
     assert record.density == record.figures["packed_density"] == (2 + 2) / 10
     assert record.video_density == record.figures["video_density"] == 2 / 8
-    monkeypatch.setattr(spark, "REORDER_BYTES", 1)
+    monkeypatch.setattr(spark_call, "REORDER_BYTES", 1)
     _, record = attend(*tensors, replace(SPARK, head_budgets=(1, 5)), grid)
     assert record.density == pytest.approx((3 + 2) / 10)
     assert record.video_density == pytest.approx(3 / 8)

@@ -27,6 +27,44 @@ MATRIX_PARENTS = 8
 
 
 # fmt: off
+@triton.jit
+def summarise_block(
+    k, v, key_mean, value_mean, live, a, scale,
+    WEIGHTED: tl.constexpr, BIASED: tl.constexpr, ROUND: tl.constexpr,
+):
+    # One block around one anchor a [D] in FP32: (weighted) means and the log of its mass there.
+    lse = tl.full([], 0.0, tl.float32)
+    if WEIGHTED or BIASED:
+        z = tl.sum(k.to(tl.float32) * a[None, :], axis=1) * scale
+        z = tl.where(live, z, float("-inf"))
+        m = tl.max(z, axis=0)
+        e = tl.exp(z - m)
+        total = tl.sum(e, axis=0)
+        lse = m + tl.log(total)
+        if WEIGHTED:
+            if ROUND:
+                e = e.to(k.dtype).to(tl.float32)
+            key_mean = tl.sum(k.to(tl.float32) * e[:, None], axis=0) / total
+            value_mean = tl.sum(v.to(tl.float32) * e[:, None], axis=0) / total
+    return key_mean, value_mean, lse
+
+
+@triton.jit
+def store_summary(
+    ak_ptr, av_ptr, lm_ptr, row, key_mean, value_mean, lse, count, a, scale,
+    D: tl.constexpr, BIASED: tl.constexpr, STORED: tl.constexpr,
+):
+    offs_d = tl.arange(0, D)
+    stored_key = key_mean.to(ak_ptr.dtype.element_ty)
+    tl.store(ak_ptr + row * D + offs_d, stored_key)
+    tl.store(av_ptr + row * D + offs_d, value_mean.to(av_ptr.dtype.element_ty))
+    if BIASED:
+        origin = stored_key.to(tl.float32) if STORED else key_mean
+        tl.store(lm_ptr + row, lse - scale * tl.sum(a * origin, axis=0))
+    else:
+        tl.store(lm_ptr + row, tl.log(count))
+
+
 # Strides are specialised for alignment: without it the loads of K and V are not vectors.
 @triton.jit(do_not_specialize=["batch_heads", "heads", "tokens", "blocks", "parents", "scale"])
 def reweight_kernel(
@@ -55,36 +93,24 @@ def reweight_kernel(
     v = tl.load(v_row + offs_d[None, :], mask=live[:, None], other=0.0)
 
     # Plain means do not depend on the anchor.
-    if not WEIGHTED:
+    if WEIGHTED:
+        key_mean = tl.zeros([D], tl.float32)
+        value_mean = tl.zeros([D], tl.float32)
+    else:
         key_mean = tl.sum(k.to(tl.float32), axis=0) / count
         value_mean = tl.sum(v.to(tl.float32), axis=0) / count
-        stored_key = key_mean.to(k.dtype)
-        stored_value = value_mean.to(v.dtype)
 
     for first in range(0, parents, ANCHORS):
         if ANCHORS == 1:
             a = tl.load(a_ptr + b * sab + first * sap + h * sah + offs_d).to(tl.float32)
             row = ((b * parents + first) * heads + h) * blocks + block
-            if WEIGHTED or BIASED:
-                z = tl.sum(k.to(tl.float32) * a[None, :], axis=1) * scale
-                z = tl.where(live, z, float("-inf"))
-                m = tl.max(z, axis=0)
-                e = tl.exp(z - m)
-                total = tl.sum(e, axis=0)
-            if WEIGHTED:
-                if ROUND:
-                    e = e.to(k.dtype).to(tl.float32)
-                key_mean = tl.sum(k.to(tl.float32) * e[:, None], axis=0) / total
-                value_mean = tl.sum(v.to(tl.float32) * e[:, None], axis=0) / total
-                stored_key = key_mean.to(k.dtype)
-                stored_value = value_mean.to(v.dtype)
-            tl.store(ak_ptr + row * D + offs_d, stored_key)
-            tl.store(av_ptr + row * D + offs_d, stored_value)
-            if BIASED:
-                origin = stored_key.to(tl.float32) if STORED else key_mean
-                tl.store(lm_ptr + row, m + tl.log(total) - scale * tl.sum(a * origin, axis=0))
-            else:
-                tl.store(lm_ptr + row, tl.log(count))
+            own_key, own_value, lse = summarise_block(
+                k, v, key_mean, value_mean, live, a, scale, WEIGHTED, BIASED, ROUND
+            )
+            store_summary(
+                ak_ptr, av_ptr, lm_ptr, row, own_key, own_value, lse, count, a, scale,
+                D, BIASED, STORED,
+            )
         else:
             offs_p = first + tl.arange(0, ANCHORS)
             inside = offs_p < parents

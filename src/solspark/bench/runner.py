@@ -411,6 +411,7 @@ class Session:
         self.stopped: str | None = None
         self.started = time.perf_counter()
         self.skipped = 0
+        self.place = ""
         self.done: dict[str, Row] = {}
         if settings.out is not None and settings.out.exists():
             self.done = {row.key(): row for row in rows_module.read_rows([settings.out])}
@@ -448,7 +449,8 @@ class Session:
         if settings.heads is not None:
             problem = replace(problem, heads=min(settings.heads, problem.heads))
         inputs: Inputs | None = None
-        for method, options in wanted:
+        for number, (method, options) in enumerate(wanted, start=1):
+            self.place = f"{number}/{len(wanted)}"
             row = _blank(settings, problem, inputs, method, options)
             if row.key() in self.done:
                 self.rows.append(self.done[row.key()])
@@ -498,7 +500,7 @@ class Session:
                 rows_module.append_row(self.settings.out, item)
             else:
                 print(rows_module.to_line(item), flush=True)
-            self.say(f"[{self.elapsed:5.0f} s] {label(item)}: {outcome(item)}")
+            self.say(f"[{self.elapsed:5.0f} s, {self.place}] {label(item)}: {outcome(item)}")
 
 
 def told_error(row: Row) -> str:

@@ -18,7 +18,9 @@ from ..types import BLOCK
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["batch_heads", "heads", "tokens", "video", "blocks"])
+@triton.jit(do_not_specialize=[
+    "batch_heads", "heads", "tokens", "video", "blocks", "spb", "sph",
+])
 def gather_means_kernel(
     x_ptr, permutation_ptr, y_ptr, mean_ptr, batch_heads, heads, tokens, video, blocks,
     sxb: tl.int64, sxt: tl.int64, sxh: tl.int64, spb: tl.int64, sph: tl.int64,

@@ -18,9 +18,13 @@ from ..types import BLOCK, block_count
 from .reweight import store_summary, summarise_block
 
 
+WARPS = 4
+"""Of a program: 218 registers a thread on sm_90, so 2 programs share an SM."""
+
+
 # fmt: off
 @triton.jit(do_not_specialize=[
-    "batch_heads", "heads", "tokens", "video", "blocks", "parents", "scale",
+    "batch_heads", "heads", "tokens", "video", "blocks", "parents", "scale", "spb", "sph",
 ])
 def gather_reweight_kernel(
     a_ptr, k_ptr, v_ptr, permutation_ptr, ko_ptr, vo_ptr, km_ptr, ak_ptr, av_ptr, lm_ptr,
@@ -107,6 +111,6 @@ def launch_gather_reweight(
         WEIGHTED=reweight_components in ("full", "weights_only"),
         BIASED=reweight_components in ("full", "bias_only"),
         ROUND=summary_math == "tensorcore", STORED=logmass_key == "stored",
-        num_warps=4,
+        num_warps=WARPS,
     )
     return keys_out, values_out, means, keys, values, mass

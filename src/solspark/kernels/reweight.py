@@ -26,6 +26,10 @@ MATRIX_PARENTS = 8
 """Anchors from which matrix tiles beat multiply-adds: a tile costs the same for 1 and for 16."""
 
 
+WARPS = 4
+"""Of a program with 64 rows: 218 registers a thread on sm_90, so 2 programs share an SM."""
+
+
 # fmt: off
 @triton.jit
 def summarise_block(
@@ -188,6 +192,6 @@ def launch_reweight(
         WEIGHTED=reweight_components in ("full", "weights_only"),
         BIASED=reweight_components in ("full", "bias_only"),
         ROUND=summary_math == "tensorcore", STORED=logmass_key == "stored",
-        num_warps=4 if block_tokens == BLOCK else 2,
+        num_warps=WARPS if block_tokens == BLOCK else 2,
     )
     return keys, values, mass

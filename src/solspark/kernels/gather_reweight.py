@@ -17,7 +17,6 @@ from torch import Tensor
 from ..types import BLOCK, block_count
 from .reweight import store_summary, summarise_block
 
-
 WARPS = 4
 """Of a program: 218 registers a thread on sm_90, so 2 programs share an SM."""
 

@@ -1,7 +1,7 @@
 """Frozen data that travels between planning, summarising and attending.
 
-Nothing here computes: constructors check invariants, and that is all. Everything is laid out per head so that
-one kernel program reads one contiguous row.
+Nothing here computes: constructors check invariants, and that is all. Everything is laid out per
+head so that one kernel program reads one contiguous row.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class BlockPlan:
     """Say which key blocks each query block reads exactly.
 
     Args:
-        bits: int32 [B, H, NQ, ceil(NK / 32)]; bit n % 32 of word n // 32 is set iff key block n is exact.
-        indices: int16 (NK < 32768) or int32 [B, H, NQ, M]; the first `counts` entries of a row are the exact key
-            blocks in ascending order, the rest are unspecified.
+        bits: int32 [B, H, NQ, ceil(NK / 32)]; bit n % 32 of word n // 32 is set iff key block n is
+            exact.
+        indices: int16 (NK < 32768) or int32 [B, H, NQ, M]; the first `counts` entries of a row are
+            the exact key blocks in ascending order, the rest are unspecified.
         counts: int32 [B, H, NQ], exact key blocks a row, 0 <= counts <= M.
         query_tokens: L_q; NQ = ceil(L_q / 64).
         key_tokens: L_k; NK = ceil(L_k / 64).
@@ -54,7 +55,8 @@ class BlockPlan:
             raise ValueError(f"plan.indices: expected int16 or int32, got {self.indices.dtype}")
         if tuple(self.indices.shape[:3]) != (batch, heads, rows):
             raise ValueError(
-                f"plan.indices: expected [{batch}, {heads}, {rows}, M], got {tuple(self.indices.shape)}"
+                f"plan.indices: expected [{batch}, {heads}, {rows}, M], got "
+                f"{tuple(self.indices.shape)}"
             )
         if self.counts.dtype != torch.int32:
             raise ValueError(f"plan.counts: expected int32, got {self.counts.dtype}")
@@ -72,13 +74,14 @@ class BlockPlan:
 class BlockSummaries:
     """Stand-ins for the key blocks that a query block does not read exactly.
 
-    A skipped key block j contributes one pseudo-key with logit `scale * q . keys[p, j] + log_mass[p, j]` and value
-    `values[p, j]`, where p is the parent of the query block.
+    A skipped key block j contributes one pseudo-key with logit `scale * q . keys[p, j] +
+    log_mass[p, j]` and value `values[p, j]`, where p is the parent of the query block.
 
     Args:
         keys: [B, P, H, NK, D], dtype of the attention's inputs.
         values: [B, P, H, NK, D], same dtype: the (weighted) MEAN value of the block.
-        log_mass: float32 [B, P, H, NK], natural log; -inf for a block without any valid key. May be an expanded view.
+        log_mass: float32 [B, P, H, NK], natural log; -inf for a block without any valid key. May be
+            an expanded view.
         parents: int32 [NQ], query block -> p; None when P == 1.
     """
 
@@ -106,7 +109,10 @@ class BlockSummaries:
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """The (frames, height, width) raster of a video segment; token id = (t * height + h) * width + w."""
+    """The (frames, height, width) raster of a video segment.
+
+    Token id = (t * height + h) * width + w.
+    """
 
     frames: int
     height: int
@@ -130,8 +136,8 @@ class TokenGrid:
 class AttentionCall:
     """What an implementation must know to say whether it can serve a call (never the values).
 
-    `aligned`: base pointers and strides are multiples of 16 bytes; `variant`: the kind of the operation where it has
-    several ("diag" or "exact" thresholds).
+    `aligned`: base pointers and strides are multiples of 16 bytes; `variant`: the kind of the
+    operation where it has several ("diag" or "exact" thresholds).
     """
 
     batch: int
@@ -170,4 +176,4 @@ class CallRecord:
         """Share of (query block, key block) pairs read exactly; reading it waits for the device."""
         if self.exact_pairs is None or not self.total_pairs:
             return None
-        return float(self.exact_pairs) / self.total_pairs
+        return float(self.exact_pairs.sum()) / self.total_pairs

@@ -1,13 +1,17 @@
-"""Block-sparse attention: exact key blocks of a list and the summaries of all others in one online softmax.
+"""Block-sparse attention: listed key blocks exactly, the others' summaries, one online softmax.
 
-    out_t = ( sum_{skipped j} 2^(a q_t.ks_j + lm_j - m) vs_j + sum_{u in exact blocks} 2^(a q_t.k_u + b_u - m) v_u ) / (same with 1 for v)
+    out_t = (   sum_{skipped j}          2^(a q_t.ks_j + lm_j - m) vs_j
+              + sum_{u in exact blocks}  2^(a q_t.k_u + b_u - m)   v_u ) / (the same with 1 for v)
 
-with a = scale*log2(e), lm and b in log2 units, all running state (m, l, acc) in float32 and the probabilities rounded to the inputs'
-dtype for the product with V; l sums them unrounded.
+with a = scale*log2(e), lm and b in log2 units, all running state (m, denominator, acc) in float32
+and the probabilities rounded to the inputs' type for the product with V; the denominator sums them
+unrounded.
 
-One program per (query block, split, batch·head), query block fastest: programs in flight share a head's K and V in L2. A split takes a
-contiguous share of the summaries and of the list. Read: Q once, each listed K and V block once per query block, every summary once per query
-block. The last key block, the only one that can be ragged, is the last entry of an ascending list, so the main loop has no masks.
+One program per (query block, split, batch·head), query block fastest: programs in flight share a
+head's K and V in L2. A split takes a contiguous share of the summaries and of the list. Read: Q
+once, each listed K and V block once per query block, every summary once per query block. The last
+key block, the only one that can be ragged, is the last entry of an ascending list, so the main loop
+masks nothing but keys of bias -inf.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from torch import Tensor
 
 from ..types import BLOCK, BlockPlan, BlockSummaries
 
+# fmt: off
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1.0e30)  # finite start of the running maximum: (-inf) - (-inf) never occurs
@@ -26,7 +31,8 @@ LOWEST = tl.constexpr(-1.0e30)  # finite start of the running maximum: (-inf) - 
 
 @triton.jit
 def _softmax_step(s, v, scale_log2, m, denominator, acc, SCALED: tl.constexpr):
-    # One tile of scores; columns at -inf weigh nothing. Raw scores are scaled inside the exponent, one fused multiply-add an element.
+    # One tile of scores; columns at -inf weigh nothing. Raw scores are scaled inside the exponent,
+    # one fused multiply-add an element.
     if SCALED:
         m_next = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2(s - m_next[:, None])
@@ -41,21 +47,8 @@ def _softmax_step(s, v, scale_log2, m, denominator, acc, SCALED: tl.constexpr):
 
 @triton.jit
 def _attend_summaries(
-    q,
-    ks_ptr,
-    vs_ptr,
-    lm_ptr,
-    bits_row,
-    first,
-    last,
-    key_blocks,
-    scale_log2,
-    m,
-    denominator,
-    acc,
-    D: tl.constexpr,
-    COLS: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, ks_ptr, vs_ptr, lm_ptr, bits_row, first, last, key_blocks, scale_log2, m, denominator, acc,
+    D: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):
     offs_d = tl.arange(0, D)
     for start in tl.range(first, last, COLS, num_stages=STAGES):
@@ -73,89 +66,27 @@ def _attend_summaries(
     return m, denominator, acc
 
 
-# Strides of Q, K, V and the output stay specialised: without their divisibility the loads would be two bytes wide.
+# Strides of Q, K, V and the output stay specialised: without their divisibility the loads would be
+# two bytes wide.
 _FREE = [
-    "heads",
-    "group",
-    "query_tokens",
-    "key_tokens",
-    "query_blocks",
-    "key_blocks",
-    "words",
-    "width",
-    "splits",
-    "scale_log2",
-    "parents_count",
-    "sbb",
-    "sbh",
-    "sib",
-    "sih",
-    "scb",
-    "sch",
-    "spb",
-    "sph",
-    "smb",
-    "smp",
-    "smh",
+    "heads", "group", "query_tokens", "key_tokens", "query_blocks", "key_blocks", "words", "width",
+    "splits", "scale_log2", "parents_count", "sbb", "sbh", "sib", "sih", "scb", "sch", "spb", "sph",
+    "smb", "smp", "smh",
 ]
 
 
 @triton.jit(do_not_specialize=_FREE)
 def block_sparse_attention_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    o_ptr,
-    lse_ptr,
-    bias_ptr,
-    bits_ptr,
-    index_ptr,
-    count_ptr,
-    ks_ptr,
-    vs_ptr,
-    lm_ptr,
-    parent_ptr,
-    heads,
-    group,
-    query_tokens,
-    key_tokens,
-    query_blocks,
-    key_blocks,
-    words,
-    width,
-    splits,
-    scale_log2,
-    parents_count,
-    sqb: tl.int64,
-    sqt: tl.int64,
-    sqh: tl.int64,
-    skb: tl.int64,
-    skt: tl.int64,
-    skh: tl.int64,
-    svb: tl.int64,
-    svt: tl.int64,
-    svh: tl.int64,
-    sob: tl.int64,
-    sot: tl.int64,
-    soh: tl.int64,
-    sbb: tl.int64,
-    sbh: tl.int64,
-    sib: tl.int64,
-    sih: tl.int64,
-    scb: tl.int64,
-    sch: tl.int64,
-    spb: tl.int64,
-    sph: tl.int64,
-    smb: tl.int64,
-    smp: tl.int64,
-    smh: tl.int64,
-    D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    TAIL: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    HAS_PARENTS: tl.constexpr,
-    STAGES: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, bias_ptr, bits_ptr, index_ptr, count_ptr,
+    ks_ptr, vs_ptr, lm_ptr, parent_ptr,
+    heads, group, query_tokens, key_tokens, query_blocks, key_blocks, words, width, splits,
+    scale_log2, parents_count,
+    sqb: tl.int64, sqt: tl.int64, sqh: tl.int64, skb: tl.int64, skt: tl.int64, skh: tl.int64,
+    svb: tl.int64, svt: tl.int64, svh: tl.int64, sob: tl.int64, sot: tl.int64, soh: tl.int64,
+    sbb: tl.int64, sbh: tl.int64, sib: tl.int64, sih: tl.int64, scb: tl.int64, sch: tl.int64,
+    spb: tl.int64, sph: tl.int64, smb: tl.int64, smp: tl.int64, smh: tl.int64,
+    D: tl.constexpr, BLOCK_T: tl.constexpr, TAIL: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_LSE: tl.constexpr, HAS_PARENTS: tl.constexpr, STAGES: tl.constexpr,
 ):
     pid = tl.program_id(0)
     i = pid % query_blocks
@@ -192,21 +123,8 @@ def block_sparse_attention_kernel(
         lm_row = lm_ptr + b * smb + p * smp + h * smh
         if TAIL == 1:
             m, denominator, acc = _attend_summaries(
-                q,
-                ks_ptr + base * D,
-                vs_ptr + base * D,
-                lm_row,
-                bits_row,
-                first,
-                last,
-                key_blocks,
-                scale_log2,
-                m,
-                denominator,
-                acc,
-                D,
-                BLOCK_T,
-                2,
+                q, ks_ptr + base * D, vs_ptr + base * D, lm_row, bits_row, first, last, key_blocks,
+                scale_log2, m, denominator, acc, D, BLOCK_T, 2,
             )
         else:
             # One tail for the block: 16 equal rows (the smallest matrix tile) hold its mean query.
@@ -214,21 +132,9 @@ def block_sparse_attention_kernel(
             mean = (tl.sum(q.to(tl.float32), axis=0) / rows).to(q.dtype)
             qb = tl.zeros([16, D], dtype=q.dtype) + mean[None, :]
             mb, lb, ab = _attend_summaries(
-                qb,
-                ks_ptr + base * D,
-                vs_ptr + base * D,
-                lm_row,
-                bits_row,
-                first,
-                last,
-                key_blocks,
-                scale_log2,
-                tl.full([16], LOWEST, tl.float32),
-                tl.zeros([16], dtype=tl.float32),
-                tl.zeros([16, D], dtype=tl.float32),
-                D,
-                BLOCK_T,
-                2,
+                qb, ks_ptr + base * D, vs_ptr + base * D, lm_row, bits_row, first, last, key_blocks,
+                scale_log2, tl.full([16], LOWEST, tl.float32), tl.zeros([16], dtype=tl.float32),
+                tl.zeros([16, D], dtype=tl.float32), D, BLOCK_T, 2,
             )
             top = tl.arange(0, 16) == 0
             m = m * 0.0 + tl.max(mb, axis=0)
@@ -242,14 +148,15 @@ def block_sparse_attention_kernel(
     first = split * share
     last = tl.minimum(first + share, count)
     ragged = 0
-    if last > first:
+    if last > first:  # noqa: SIM102  (the load must not run for an empty list)
         if tl.load(list_row + last - 1).to(tl.int32) * BLOCK_T + BLOCK_T > key_tokens:
             ragged = 1
     k_base = k_ptr + b * skb + kv_head * skh
     v_base = v_ptr + b * svb + kv_head * svh
     if HAS_BIAS:
         bias_row = bias_ptr + b * sbb + h * sbh
-    # The next block number is fetched one tile ahead: a 2-byte load cannot be an asynchronous copy, and would keep K and V from being one.
+    # The next block number is fetched one tile ahead: a 2-byte load cannot be an asynchronous copy,
+    # and would keep K and V from being one.
     j = tl.load(list_row + first, mask=first < last, other=0)
     for e in tl.range(first, last - ragged, num_stages=STAGES):
         start = j.to(tl.int64) * BLOCK_T
@@ -298,15 +205,8 @@ def block_sparse_attention_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def merge_splits_kernel(
-    part_ptr,
-    lse_part_ptr,
-    o_ptr,
-    lse_ptr,
-    rows,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
+    part_ptr, lse_part_ptr, o_ptr, lse_ptr, rows,
+    D: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):
     offs = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = offs < rows
@@ -359,7 +259,8 @@ def launch_block_sparse_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Enqueue the attention; return out [B, Lq, H, D] and LSE float32 [B, Lq, H] or None.
 
-    Last strides are 1. bias: float32 [B, 1 or H, Lk], natural log, or None. Plan tensors have contiguous rows.
+    Last strides are 1, scale >= 0. bias: float32 [B, 1 or H, Lk], natural log, or None. Rows of the
+    plan's tensors are contiguous.
     """
     batch, query_tokens, heads, dim = query.shape
     key_tokens, key_heads = key.shape[1], key.shape[2]
@@ -398,63 +299,21 @@ def launch_block_sparse_attention(
     if bias is not None:
         bias_strides = (bias.stride(0), bias.stride(1) if bias.shape[1] > 1 else 0)
     block_sparse_attention_kernel[(nq * kv_splits * batch * heads,)](
-        query,
-        key,
-        value,
-        target,
-        lse_target,
-        bias,
-        plan.bits,
-        plan.indices,
-        plan.counts,
-        ks,
-        vs,
-        lm,
-        parents,
-        heads,
-        heads // key_heads,
-        query_tokens,
-        key_tokens,
-        nq,
-        nk,
-        plan.bits.shape[3],
-        plan.indices.shape[3],
-        kv_splits,
-        scale * LOG2E.value,
-        parents_count,
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        *target.stride()[:3],
-        *bias_strides,
-        plan.indices.stride(0),
-        plan.indices.stride(1),
-        plan.counts.stride(0),
-        plan.counts.stride(1),
-        plan.bits.stride(0),
-        plan.bits.stride(1),
-        *mass_strides,
-        D=dim,
-        BLOCK_T=BLOCK,
-        TAIL=mode,
-        HAS_BIAS=bias is not None,
-        HAS_LSE=lse_target is not None,
-        HAS_PARENTS=parents is not None,
-        STAGES=num_stages,
-        num_warps=num_warps,
+        query, key, value, target, lse_target, bias, plan.bits, plan.indices, plan.counts,
+        ks, vs, lm, parents,
+        heads, heads // key_heads, query_tokens, key_tokens, nq, nk,
+        plan.bits.shape[3], plan.indices.shape[3], kv_splits, scale * LOG2E.value, parents_count,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *target.stride()[:3],
+        *bias_strides, *plan.indices.stride()[:2], *plan.counts.stride()[:2],
+        *plan.bits.stride()[:2], *mass_strides,
+        D=dim, BLOCK_T=BLOCK, TAIL=mode, HAS_BIAS=bias is not None,
+        HAS_LSE=lse_target is not None, HAS_PARENTS=parents is not None,
+        STAGES=num_stages, num_warps=num_warps,
     )
     if split:
         rows = batch * query_tokens * heads
         merge_splits_kernel[(triton.cdiv(rows, 16),)](
-            target,
-            lse_target,
-            out,
-            lse,
-            rows,
-            D=dim,
-            SPLITS=kv_splits,
-            ROWS=16,
-            HAS_LSE=return_lse,
-            num_warps=4,
+            target, lse_target, out, lse, rows,
+            D=dim, SPLITS=kv_splits, ROWS=16, HAS_LSE=return_lse, num_warps=4,
         )
     return out, lse

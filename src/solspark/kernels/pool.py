@@ -1,14 +1,15 @@
 """Block means of Q, K and V, the mass of each key block, and per-head statistics of the key means.
 
-    query_means[i]  = mean of the block's query rows                                (float32)
-    key_means[j]    = sum_t w_t k_t / sum_t w_t,  w_t = exp(key_bias_t) or 1         (dtype of the inputs)
-    value_means[j]  = sum_t w_t v_t / sum_t w_t                                      (dtype of the inputs)
-    log_mass[j]     = log sum_t w_t                                                  (float32, natural)
-    key_mean, key_var = mean and population variance of key_means over the live blocks (float32)
+    query_means[i]  = mean of the block's query rows                          (float32)
+    key_means[j]    = sum_t w_t k_t / sum_t w_t,  w_t = exp(key_bias_t) or 1  (type of the inputs)
+    value_means[j]  = sum_t w_t v_t / sum_t w_t                               (type of the inputs)
+    log_mass[j]     = log sum_t w_t                                           (float32, natural)
+    key_mean, key_var = mean and population variance of key_means over live blocks   (float32)
 
-Two launches. The first has one program per (batch·head, block, Q or K or V), head fastest so that neighbours read neighbouring
-256-byte rows; it reads every element of Q, K and V once, accumulates in float32 and rounds once. The second has one program per
-(batch·head) and reads the key means, 1/64 of K.
+Two launches. The first has one program per (Q or K or V, block, batch·head), head fastest so that
+neighbours read neighbouring 256-byte rows; it reads every element of Q, K and V once, accumulates
+in float32 and rounds once. The second has one program per (batch·head) and reads the key means,
+1/64 of K.
 """
 
 from __future__ import annotations
@@ -20,24 +21,20 @@ from torch import Tensor
 
 from ..types import BLOCK, block_count
 
-# Strides of Q, K and V stay specialised: without their divisibility the loads would be two bytes wide.
-_POOL_FREE = ["heads", "query_tokens", "key_tokens", "query_blocks", "key_blocks", "sbb", "sbh"]
+# fmt: off
+# Strides of Q, K and V stay specialised: without their divisibility loads would be two bytes wide.
+_POOL_FREE = [
+    "batch_heads", "heads", "query_tokens", "key_tokens", "query_blocks", "key_blocks",
+    "sbb", "sbh",
+]
 
 
 @triton.jit
 def _weighted_sum(
-    base,
-    stride,
-    bias_row,
-    shift,
-    first,
-    tokens,
-    D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    base, stride, bias_row, shift, first, tokens,
+    D: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):
-    # A few rows at a time: the whole block in float32 would leave too few registers for loads in flight.
+    # A few rows at a time: a whole block in float32 leaves too few registers for loads in flight.
     offs_d = tl.arange(0, D)
     acc = tl.zeros([ROWS, D], dtype=tl.float32)
     for start in tl.static_range(0, BLOCK_T, ROWS):
@@ -56,41 +53,21 @@ def _weighted_sum(
 
 @triton.jit(do_not_specialize=_POOL_FREE)
 def pool_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bias_ptr,
-    qm_ptr,
-    km_ptr,
-    vm_ptr,
-    mass_ptr,
-    heads,
-    query_tokens,
-    key_tokens,
-    query_blocks,
-    key_blocks,
-    sqb: tl.int64,
-    sqt: tl.int64,
-    sqh: tl.int64,
-    skb: tl.int64,
-    skt: tl.int64,
-    skh: tl.int64,
-    svb: tl.int64,
-    svt: tl.int64,
-    svh: tl.int64,
-    sbb: tl.int64,
-    sbh: tl.int64,
-    D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    ROWS: tl.constexpr,
-    HAS_Q: tl.constexpr,
-    HAS_K: tl.constexpr,
-    HAS_V: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, qm_ptr, km_ptr, vm_ptr, mass_ptr,
+    batch_heads, heads, query_tokens, key_tokens, query_blocks, key_blocks,
+    sqb: tl.int64, sqt: tl.int64, sqh: tl.int64,
+    skb: tl.int64, skt: tl.int64, skh: tl.int64,
+    svb: tl.int64, svt: tl.int64, svh: tl.int64, sbb: tl.int64, sbh: tl.int64,
+    D: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr,
+    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):
-    bh = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    which = tl.program_id(2)
+    # One grid axis: the other two end at 65,535 programs.
+    pid = tl.program_id(0)
+    bh = (pid % batch_heads).to(tl.int64)
+    rest = pid // batch_heads
+    blocks = tl.maximum(query_blocks, key_blocks)
+    block = rest % blocks
+    which = rest // blocks
     b = bh // heads
     h = bh % heads
     offs_t = block * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -98,7 +75,7 @@ def pool_kernel(
     offs_d = tl.arange(0, D)
 
     # Queries: plain mean, kept in float32 because routing compares it with thresholds.
-    if HAS_Q:
+    if HAS_Q:  # noqa: SIM102  (one is known at compile time, the other on the device)
         if (which == 0) & (block < query_blocks):
             acc = tl.zeros([ROWS, D], dtype=tl.float32)
             for start in tl.static_range(0, BLOCK_T, ROWS):
@@ -113,7 +90,7 @@ def pool_kernel(
             tl.store(qm_ptr + (bh * query_blocks + block) * D + offs_d, tl.sum(acc, axis=0) / count)
 
     # Keys and values: weights relative to the block's largest bias, so that exp never overflows.
-    if HAS_K:
+    if HAS_K:  # noqa: SIM102
         if (which > 0) & (block < key_blocks):
             live = offs_t < key_tokens
             if HAS_BIAS:
@@ -138,16 +115,8 @@ def pool_kernel(
             if which == 1:
                 mean = (
                     _weighted_sum(
-                        k_ptr + b * skb + h * skh,
-                        skt,
-                        bias_row,
-                        shift,
-                        block * BLOCK_T,
-                        key_tokens,
-                        D,
-                        BLOCK_T,
-                        ROWS,
-                        HAS_BIAS,
+                        k_ptr + b * skb + h * skh, skt, bias_row, shift, block * BLOCK_T,
+                        key_tokens, D, BLOCK_T, ROWS, HAS_BIAS,
                     )
                     / mass
                 )
@@ -156,16 +125,8 @@ def pool_kernel(
                 if HAS_V:
                     mean = (
                         _weighted_sum(
-                            v_ptr + b * svb + h * svh,
-                            svt,
-                            bias_row,
-                            shift,
-                            block * BLOCK_T,
-                            key_tokens,
-                            D,
-                            BLOCK_T,
-                            ROWS,
-                            HAS_BIAS,
+                            v_ptr + b * svb + h * svh, svt, bias_row, shift, block * BLOCK_T,
+                            key_tokens, D, BLOCK_T, ROWS, HAS_BIAS,
                         )
                         / mass
                     )
@@ -174,20 +135,14 @@ def pool_kernel(
 
 @triton.jit(do_not_specialize=["key_blocks"])
 def statistics_kernel(
-    km_ptr,
-    mass_ptr,
-    mean_ptr,
-    var_ptr,
-    key_blocks,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    km_ptr, mass_ptr, mean_ptr, var_ptr, key_blocks,
+    D: tl.constexpr, ROWS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):
     bh = tl.program_id(0).to(tl.int64)
     offs_d = tl.arange(0, D)
     first = tl.zeros([ROWS, D], dtype=tl.float32)
     count = tl.zeros([ROWS], dtype=tl.float32)
-    # Mean first, then centred squares: E[x^2] - mean^2 loses everything when keys share a large offset.
+    # Mean first, then centred squares: E[x^2] - mean^2 loses everything under a large offset.
     for start in range(0, key_blocks, ROWS):
         offs = start + tl.arange(0, ROWS)
         live = offs < key_blocks
@@ -234,7 +189,8 @@ def launch_pool(
 ]:
     """Enqueue pooling; return (query_means, key_means, value_means, log_mass, key_mean, key_var).
 
-    bias: float32 [B, 1 or H, Lk], natural log, or None. log_mass is [B, H, NK], an expanded view without a bias.
+    bias: float32 [B, 1 or H, Lk], natural log, or None. log_mass is [B, H, NK], without a bias an
+    expanded view.
     """
     some = query if query is not None else key
     assert some is not None
@@ -261,43 +217,17 @@ def launch_pool(
     bias_strides = (0, 0)
     if bias is not None:
         bias_strides = (bias.stride(0), bias.stride(1) if bias.shape[1] > 1 else 0)
-    pool_kernel[(batch * heads, max(nq, nk), 3 if value is not None else 2)](
-        query,
-        key,
-        value,
-        bias,
-        query_means,
-        key_means,
-        value_means,
-        log_mass,
-        heads,
-        query_tokens,
-        key_tokens,
-        nq,
-        nk,
-        *strides(query),
-        *strides(key),
-        *strides(value),
-        *bias_strides,
-        D=dim,
-        BLOCK_T=BLOCK,
-        ROWS=rows,
-        HAS_Q=query is not None,
-        HAS_K=key is not None,
-        HAS_V=value is not None,
-        HAS_BIAS=bias is not None,
-        num_warps=num_warps,
+    pool_kernel[(batch * heads * max(nq, nk) * (3 if value is not None else 2),)](
+        query, key, value, bias, query_means, key_means, value_means, log_mass,
+        batch * heads, heads, query_tokens, key_tokens, nq, nk,
+        *strides(query), *strides(key), *strides(value), *bias_strides,
+        D=dim, BLOCK_T=BLOCK, ROWS=rows,
+        HAS_Q=query is not None, HAS_K=key is not None, HAS_V=value is not None,
+        HAS_BIAS=bias is not None, num_warps=num_warps,
     )
     if key is not None:
         statistics_kernel[(batch * heads,)](
-            key_means,
-            log_mass,
-            key_mean,
-            key_var,
-            nk,
-            D=dim,
-            ROWS=64,
-            HAS_BIAS=bias is not None,
+            key_means, log_mass, key_mean, key_var, nk, D=dim, ROWS=64, HAS_BIAS=bias is not None,
             num_warps=8,
         )
         assert log_mass is not None

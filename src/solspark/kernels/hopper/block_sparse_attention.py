@@ -1,12 +1,20 @@
-"""Block-sparse attention for compute capability 9.0: TMA, mbarriers, wgmma, two producer warps, three consumer warpgroups.
+"""Block-sparse attention for compute capability 9.0: TMA, mbarriers, wgmma, five warp partitions.
 
-Same operation and same plan as `kernels/block_sparse_attention.py`. One program per (three neighbouring query blocks, head): one warp
-streams K, another V, first of the summaries and then of the union of the three exact lists, each through its own ring of tiles; each warpgroup
-owns one query block and skips the tiles that its flag does not ask for. A tile that two query blocks read crosses L2 once, and the softmax of
-one warpgroup runs under the matrix products of the others. Inside a warpgroup the product with V of one tile and the score
-product of its next tile are issued back to back, so that the tensor cores do not wait between them.
+    out_t = (   sum_{skipped j}          2^(a q_t.ks_j + lm_j - m) vs_j
+              + sum_{u in exact blocks}  2^(a q_t.k_u + b_u - m)   v_u ) / (the same with 1 for v)
 
-Every warpgroup waits for and releases every ring position, also those it skips: phases would otherwise run apart.
+Same operation and same plan as `kernels/block_sparse_attention.py`. One program per (three
+neighbouring query blocks, head), query blocks fastest: one warp streams K, another V, first of the
+summaries and then of the union of the three exact lists, each through its own ring of tiles; each
+of three warpgroups owns one query block and skips the tiles that its flag does not ask for. A tile
+that two query blocks read crosses L2 once, and the softmax of one warpgroup runs under the matrix
+products of the others. Inside a warpgroup the product with V of one tile and the score product of
+its next tile are issued back to back, so that the tensor cores do not wait between them. Read: Q
+once, each K and V block of a union once, every summary once per program (once per query block where
+parents differ).
+
+Every warpgroup waits for and releases every ring position, also those it skips: phases would
+otherwise run apart.
 """
 
 from __future__ import annotations
@@ -37,6 +45,8 @@ LOWEST = gl.constexpr(-1.0e30)
 # The name of the bulk tensor load changed after triton 3.6.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
+# fmt: off
+
 
 @gluon.jit
 def _slot(position, STAGES: gl.constexpr):
@@ -53,26 +63,10 @@ def _fill(desc, head, row, position, bufs, full, empty, STAGES: gl.constexpr, BY
 
 @gluon.jit
 def _producer(
-    desc,
-    summary_desc,
-    bufs,
-    full,
-    empty,
-    entry_row,
-    parent_ptr,
-    block0,
-    last_block,
-    heads,
-    head,
-    kv_head,
-    passes,
-    tiles,
-    count,
-    STAGES: gl.constexpr,
-    BYTES: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-    HAS_PARENTS: gl.constexpr,
-    TAIL: gl.constexpr,
+    desc, summary_desc, bufs, full, empty, entry_row, parent_ptr, block0, last_block, heads, head,
+    kv_head, passes, tiles, count,
+    STAGES: gl.constexpr, BYTES: gl.constexpr, BLOCK_T: gl.constexpr,
+    HAS_PARENTS: gl.constexpr, TAIL: gl.constexpr,
 ):
     position = 0
     if TAIL:
@@ -91,14 +85,8 @@ def _producer(
 
 @gluon.jit
 def _scores(
-    q_buf,
-    k_bufs,
-    position,
-    k_full,
-    BLOCK_T: gl.constexpr,
-    D: gl.constexpr,
-    STAGES: gl.constexpr,
-    SL: gl.constexpr,
+    q_buf, k_bufs, position, k_full,
+    BLOCK_T: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SL: gl.constexpr,
 ):
     st, phase = _slot(position, STAGES)
     mbarrier.wait(k_full.index(st), phase)
@@ -128,15 +116,8 @@ def _probabilities(
 
 @gluon.jit
 def _weigh(
-    p,
-    v_bufs,
-    position,
-    v_full,
-    acc,
-    BLOCK_T: gl.constexpr,
-    D: gl.constexpr,
-    STAGES: gl.constexpr,
-    PL: gl.constexpr,
+    p, v_bufs, position, v_full, acc,
+    BLOCK_T: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PL: gl.constexpr,
 ):
     st, phase = _slot(position, STAGES)
     pb = gl.convert_layout(p.to(v_bufs.dtype), PL)
@@ -147,7 +128,7 @@ def _weigh(
 
 @gluon.jit
 def _release(position, empty, STAGES: gl.constexpr):
-    st, phase = _slot(position, STAGES)
+    st, _phase = _slot(position, STAGES)
     mbarrier.arrive(empty.index(st))
 
 
@@ -174,14 +155,8 @@ def _summary_columns(t, bits_row, lm_row, key_blocks, BLOCK_T: gl.constexpr, SL:
 
 @gluon.jit
 def _exact_columns(
-    s,
-    start,
-    bias_row,
-    key_tokens,
-    scale_log2,
-    BLOCK_T: gl.constexpr,
-    SL: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
+    s, start, bias_row, key_tokens, scale_log2,
+    BLOCK_T: gl.constexpr, SL: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):
     j = start + gl.arange(0, BLOCK_T, gl.SliceLayout(0, SL))
     if HAS_BIAS:
@@ -195,43 +170,12 @@ def _exact_columns(
 
 @gluon.jit
 def _consumer(
-    W: gl.constexpr,
-    q_bufs,
-    k_bufs,
-    v_bufs,
-    q_full,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    entry_row,
-    count_row,
-    bits_base,
-    lm_base,
-    bias_row,
-    parent_ptr,
-    o_base,
-    lse_base,
-    block0,
-    query_blocks,
-    query_tokens,
-    key_tokens,
-    key_blocks,
-    words,
-    passes,
-    tiles,
-    count,
-    smp,
-    sot,
-    slt,
-    scale_log2,
-    STAGES: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-    D: gl.constexpr,
-    TAIL: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    HAS_LSE: gl.constexpr,
-    HAS_PARENTS: gl.constexpr,
+    W: gl.constexpr, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
+    entry_row, count_row, bits_base, lm_base, bias_row, parent_ptr, o_base, lse_base,
+    block0, query_blocks, query_tokens, key_tokens, key_blocks, words, passes, tiles, count,
+    smp, sot, slt, scale_log2,
+    STAGES: gl.constexpr, BLOCK_T: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_LSE: gl.constexpr, HAS_PARENTS: gl.constexpr,
 ):
     SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 16])
     OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -248,7 +192,8 @@ def _consumer(
     q = q_bufs.index(W).reshape([BLOCK_T, D])
     base = 0
 
-    # The tail: every tile is wanted by everyone, except in a pass made for another query block's parent.
+    # The tail: every tile is wanted by everyone, except in a pass made for another query block's
+    # parent.
     if TAIL:
         bits_row = bits_base + row.to(gl.int64) * words
         lm_row = lm_base
@@ -295,7 +240,7 @@ def _consumer(
             e += 1
             entry = gl.load(entry_row + e)
         s_next = _scores(q, k_bufs, base + e, k_full, BLOCK_T, D, STAGES, SL)
-        for job in range(own - 1):
+        for _job in range(own - 1):
             here = e
             start = (entry >> 4) * BLOCK_T
             e += 1
@@ -355,70 +300,21 @@ def _consumer(
 
 
 _FREE = [
-    "groups",
-    "heads",
-    "group",
-    "query_tokens",
-    "key_tokens",
-    "query_blocks",
-    "key_blocks",
-    "words",
-    "tiles",
-    "scale_log2",
-    "soh",
-    "slt",
-    "slh",
-    "sbh",
-    "sih",
-    "smp",
-    "smh",
-    "sph",
-    "sch",
+    "groups", "heads", "group", "query_tokens", "key_tokens", "query_blocks", "key_blocks", "words",
+    "tiles", "scale_log2", "soh", "slt", "slh", "sbh", "smp", "smh", "sph", "sch",
 ]
 
 
 @gluon.jit(do_not_specialize=_FREE)
 def block_sparse_attention_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    ks_desc,
-    vs_desc,
-    o_ptr,
-    lse_ptr,
-    bias_ptr,
-    bits_ptr,
-    count_ptr,
-    lm_ptr,
-    parent_ptr,
-    entry_ptr,
-    union_ptr,
-    groups,
-    heads,
-    group,
-    query_tokens,
-    key_tokens,
-    query_blocks,
-    key_blocks,
-    words,
-    tiles,
+    q_desc, k_desc, v_desc, ks_desc, vs_desc, o_ptr, lse_ptr, bias_ptr, bits_ptr, count_ptr, lm_ptr,
+    parent_ptr, entry_ptr, union_ptr,
+    groups, heads, group, query_tokens, key_tokens, query_blocks, key_blocks, words, tiles,
     scale_log2,
-    sot: gl.int64,
-    soh: gl.int64,
-    slt: gl.int64,
-    slh: gl.int64,
-    sbh: gl.int64,
-    smp: gl.int64,
-    smh: gl.int64,
-    sph: gl.int64,
-    sch: gl.int64,
-    D: gl.constexpr,
-    BLOCK_T: gl.constexpr,
-    STAGES: gl.constexpr,
-    TAIL: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    HAS_LSE: gl.constexpr,
-    HAS_PARENTS: gl.constexpr,
+    sot: gl.int64, soh: gl.int64, slt: gl.int64, slh: gl.int64, sbh: gl.int64,
+    smp: gl.int64, smh: gl.int64, sph: gl.int64, sch: gl.int64,
+    D: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, TAIL: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_LSE: gl.constexpr, HAS_PARENTS: gl.constexpr,
 ):
     W0: gl.constexpr = 0
     W1: gl.constexpr = 1
@@ -479,177 +375,47 @@ def block_sparse_attention_kernel(
             (
                 _consumer,
                 (
-                    W0,
-                    q_bufs,
-                    k_bufs,
-                    v_bufs,
-                    q_full,
-                    k_full,
-                    k_empty,
-                    v_full,
-                    v_empty,
-                    entry_row,
-                    count_row,
-                    bits_base,
-                    lm_base,
-                    bias_row,
-                    parent_ptr,
-                    o_base,
-                    lse_base,
-                    block0,
-                    query_blocks,
-                    query_tokens,
-                    key_tokens,
-                    key_blocks,
-                    words,
-                    passes,
-                    tiles,
-                    count,
-                    smp,
-                    sot,
-                    slt,
-                    scale_log2,
-                    STAGES,
-                    BLOCK_T,
-                    D,
-                    TAIL,
-                    HAS_BIAS,
-                    HAS_LSE,
+                    W0, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty, entry_row,
+                    count_row, bits_base, lm_base, bias_row, parent_ptr, o_base, lse_base, block0,
+                    query_blocks, query_tokens, key_tokens, key_blocks, words, passes, tiles, count,
+                    smp, sot, slt, scale_log2, STAGES, BLOCK_T, D, TAIL, HAS_BIAS, HAS_LSE,
                     HAS_PARENTS,
                 ),
             ),
             (
                 _consumer,
                 (
-                    W1,
-                    q_bufs,
-                    k_bufs,
-                    v_bufs,
-                    q_full,
-                    k_full,
-                    k_empty,
-                    v_full,
-                    v_empty,
-                    entry_row,
-                    count_row,
-                    bits_base,
-                    lm_base,
-                    bias_row,
-                    parent_ptr,
-                    o_base,
-                    lse_base,
-                    block0,
-                    query_blocks,
-                    query_tokens,
-                    key_tokens,
-                    key_blocks,
-                    words,
-                    passes,
-                    tiles,
-                    count,
-                    smp,
-                    sot,
-                    slt,
-                    scale_log2,
-                    STAGES,
-                    BLOCK_T,
-                    D,
-                    TAIL,
-                    HAS_BIAS,
-                    HAS_LSE,
+                    W1, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty, entry_row,
+                    count_row, bits_base, lm_base, bias_row, parent_ptr, o_base, lse_base, block0,
+                    query_blocks, query_tokens, key_tokens, key_blocks, words, passes, tiles, count,
+                    smp, sot, slt, scale_log2, STAGES, BLOCK_T, D, TAIL, HAS_BIAS, HAS_LSE,
                     HAS_PARENTS,
                 ),
             ),
             (
                 _consumer,
                 (
-                    W2,
-                    q_bufs,
-                    k_bufs,
-                    v_bufs,
-                    q_full,
-                    k_full,
-                    k_empty,
-                    v_full,
-                    v_empty,
-                    entry_row,
-                    count_row,
-                    bits_base,
-                    lm_base,
-                    bias_row,
-                    parent_ptr,
-                    o_base,
-                    lse_base,
-                    block0,
-                    query_blocks,
-                    query_tokens,
-                    key_tokens,
-                    key_blocks,
-                    words,
-                    passes,
-                    tiles,
-                    count,
-                    smp,
-                    sot,
-                    slt,
-                    scale_log2,
-                    STAGES,
-                    BLOCK_T,
-                    D,
-                    TAIL,
-                    HAS_BIAS,
-                    HAS_LSE,
+                    W2, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty, entry_row,
+                    count_row, bits_base, lm_base, bias_row, parent_ptr, o_base, lse_base, block0,
+                    query_blocks, query_tokens, key_tokens, key_blocks, words, passes, tiles, count,
+                    smp, sot, slt, scale_log2, STAGES, BLOCK_T, D, TAIL, HAS_BIAS, HAS_LSE,
                     HAS_PARENTS,
                 ),
             ),
             (
                 _producer,
                 (
-                    k_desc,
-                    ks_desc,
-                    k_bufs,
-                    k_full,
-                    k_empty,
-                    entry_row,
-                    parent_ptr,
-                    block0,
-                    last_block,
-                    heads,
-                    head,
-                    head // group,
-                    passes,
-                    tiles,
-                    count,
-                    STAGES,
-                    BYTES,
-                    BLOCK_T,
-                    HAS_PARENTS,
-                    TAIL,
+                    k_desc, ks_desc, k_bufs, k_full, k_empty, entry_row, parent_ptr, block0,
+                    last_block, heads, head, head // group, passes, tiles, count, STAGES, BYTES,
+                    BLOCK_T, HAS_PARENTS, TAIL,
                 ),
             ),
             (
                 _producer,
                 (
-                    v_desc,
-                    vs_desc,
-                    v_bufs,
-                    v_full,
-                    v_empty,
-                    entry_row,
-                    parent_ptr,
-                    block0,
-                    last_block,
-                    heads,
-                    head,
-                    head // group,
-                    passes,
-                    tiles,
-                    count,
-                    STAGES,
-                    BYTES,
-                    BLOCK_T,
-                    HAS_PARENTS,
-                    TAIL,
+                    v_desc, vs_desc, v_bufs, v_full, v_empty, entry_row, parent_ptr, block0,
+                    last_block, heads, head, head // group, passes, tiles, count, STAGES, BYTES,
+                    BLOCK_T, HAS_PARENTS, TAIL,
                 ),
             ),
         ],
@@ -685,9 +451,10 @@ def launch_block_sparse_attention(
     return_lse: bool,
     num_stages: int = 5,
 ) -> tuple[Tensor, Tensor | None]:
-    """Enqueue the attention, one launch a batch element; return out [B, Lq, H, D] and LSE float32 [B, Lq, H] or None.
+    """Enqueue the attention, a launch a sample; return out [B, Lq, H, D], LSE [B, Lq, H] or None.
 
-    Base pointers and strides are 16-byte aligned, last strides 1, scale > 0; the tail, if there are summaries, is per query.
+    Base pointers and strides are 16-byte aligned, last strides 1, scale > 0; the tail, if there are
+    summaries, is per query. bias: float32 [B, 1 or H, Lk], natural log, or None.
     """
     batch, query_tokens, heads, dim = query.shape
     key_tokens, key_heads = key.shape[1], key.shape[2]
@@ -708,45 +475,17 @@ def launch_block_sparse_attention(
             mass_strides = (mass.stride(0), mass.stride(1))
         bias_b = bias[b] if bias is not None else None
         block_sparse_attention_kernel[(groups * heads,)](
-            _descriptor(query[b], True),
-            k_desc,
-            v_desc,
-            ks_desc,
-            vs_desc,
-            out[b],
-            lse[b] if lse is not None else out,
-            bias_b if bias_b is not None else out,
-            plan.bits[b],
-            plan.counts[b],
-            mass,
-            parents if parents is not None else plan.counts,
-            entries[b],
-            union_counts[b],
-            groups,
-            heads,
-            heads // key_heads,
-            query_tokens,
-            key_tokens,
-            plan.query_blocks,
-            nk,
-            plan.bits.shape[3],
-            triton.cdiv(nk, BLOCK),
-            scale * LOG2E.value,
-            out.stride(1),
-            out.stride(2),
-            heads,
-            1,
-            bias.stride(1) if bias is not None and bias.shape[1] > 1 else 0,
-            *mass_strides,
-            plan.bits.stride(1),
-            plan.counts.stride(1),
-            D=dim,
-            BLOCK_T=BLOCK,
-            STAGES=num_stages,
-            TAIL=summaries is not None,
-            HAS_BIAS=bias is not None,
-            HAS_LSE=return_lse,
-            HAS_PARENTS=parents is not None,
+            _descriptor(query[b], True), k_desc, v_desc, ks_desc, vs_desc, out[b],
+            lse[b] if lse is not None else out, bias_b if bias_b is not None else out,
+            plan.bits[b], plan.counts[b], mass, parents if parents is not None else plan.counts,
+            entries[b], union_counts[b],
+            groups, heads, heads // key_heads, query_tokens, key_tokens, plan.query_blocks, nk,
+            plan.bits.shape[3], triton.cdiv(nk, BLOCK), scale * LOG2E.value,
+            out.stride(1), out.stride(2), heads, 1,
+            bias.stride(1) if bias is not None and bias.shape[1] > 1 else 0, *mass_strides,
+            plan.bits.stride(1), plan.counts.stride(1),
+            D=dim, BLOCK_T=BLOCK, STAGES=num_stages, TAIL=summaries is not None,
+            HAS_BIAS=bias is not None, HAS_LSE=return_lse, HAS_PARENTS=parents is not None,
             num_warps=4,
         )
     return out, lse

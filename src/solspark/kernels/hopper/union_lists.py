@@ -2,8 +2,8 @@
 
     entry = key_block << 4 | flags,  flag c set iff query block GROUP * g + c reads key block
 
-One program per (group of query blocks, batch·head). Entries ascend, so the only key block that can be ragged comes last.
-Reads the plan's packed bits once, writes at most one word a key block.
+One program per (group of query blocks, batch·head). Entries ascend, so the only key block that can
+be ragged comes last. Reads the plan's packed bits once, writes at most one word a key block.
 """
 
 from __future__ import annotations
@@ -16,22 +16,13 @@ from torch import Tensor
 from ...types import BlockPlan
 
 
+# fmt: off
 @triton.jit(
     do_not_specialize=["groups", "heads", "query_blocks", "key_blocks", "words", "spb", "sph"]
 )
 def union_lists_kernel(
-    bits_ptr,
-    entry_ptr,
-    count_ptr,
-    groups,
-    heads,
-    query_blocks,
-    key_blocks,
-    words,
-    spb: tl.int64,
-    sph: tl.int64,
-    GROUP: tl.constexpr,
-    CHUNK: tl.constexpr,
+    bits_ptr, entry_ptr, count_ptr, groups, heads, query_blocks, key_blocks, words,
+    spb: tl.int64, sph: tl.int64, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):
     pid = tl.program_id(0)
     g = pid % groups
@@ -39,6 +30,7 @@ def union_lists_kernel(
     base = bits_ptr + (bh // heads) * spb + (bh % heads) * sph
     row = bh * groups + g
     written = tl.full([], 0, tl.int32)
+    # Flags of a chunk of key blocks at a time; a running count says where its entries go.
     for start in range(0, key_blocks, CHUNK):
         j = start + tl.arange(0, CHUNK)
         flags = tl.zeros([CHUNK], dtype=tl.int32)
@@ -58,7 +50,10 @@ def union_lists_kernel(
 
 
 def launch_union_lists(plan: BlockPlan, group: int) -> tuple[Tensor, Tensor]:
-    """Enqueue the unions; return int32 entries [B, H, G, NK] and counts [B, H, G], G = ceil(NQ / group)."""
+    """Enqueue the unions; return int32 entries [B, H, G, NK] and counts [B, H, G].
+
+    G = ceil(NQ / group), group <= 4. Rows of the plan's bits are contiguous.
+    """
     batch, heads, nq = plan.counts.shape
     groups = triton.cdiv(nq, group)
     entries = torch.empty(
@@ -66,18 +61,7 @@ def launch_union_lists(plan: BlockPlan, group: int) -> tuple[Tensor, Tensor]:
     )
     counts = torch.empty(batch, heads, groups, device=plan.bits.device, dtype=torch.int32)
     union_lists_kernel[(batch * heads * groups,)](
-        plan.bits,
-        entries,
-        counts,
-        groups,
-        heads,
-        nq,
-        plan.key_blocks,
-        plan.bits.shape[3],
-        plan.bits.stride(0),
-        plan.bits.stride(1),
-        GROUP=group,
-        CHUNK=1024,
-        num_warps=4,
+        plan.bits, entries, counts, groups, heads, nq, plan.key_blocks, plan.bits.shape[3],
+        plan.bits.stride(0), plan.bits.stride(1), GROUP=group, CHUNK=1024, num_warps=4,
     )
     return entries, counts

@@ -117,6 +117,16 @@ def test_tau(kind, tau):
         assert mask.all() if tau < 0 else not mask.any()
 
 
+@pytest.mark.parametrize("radius", [0, 2])
+def test_an_infinite_threshold_leaves_the_band(radius):
+    query, key = means()
+    mean, variance = key.mean(2), key.var(2, correction=0)
+    options = {"tau": 1e30, "kind": "diag", "scale": SCALE, "local_radius": radius}
+    mask = split(exact(plan_tau(query, key, mean, variance, LAYOUT, **options)))
+    index = torch.arange(11)
+    assert torch.equal(mask, ((index[:, None] - index).abs() <= radius).expand_as(mask))
+
+
 def test_gaussian_moments_cut_at_the_quantile():
     generator = torch.Generator().manual_seed(5)
     layout = PackedLayout(400 * 64, 400 * 64)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from solspark import _checks
-from solspark.ops import _dispatch
+from solspark.ops import _dispatch, _triton
 from solspark.reference import quantize as reference
+from solspark.types import AttentionCall
 
 __all__ = ["GRANULARITIES", "quantize"]
 
@@ -99,4 +103,42 @@ def _eager(
     return torch.cat(values, 2), torch.cat(scales, 1)
 
 
+def _run_triton(
+    x: Tensor, dtype: str, granularity: str, mean: Tensor | None, hadamard: int
+) -> tuple[Tensor, Tensor]:
+    """Hand the kernel a rotation matrix and the rotated mean."""
+    from solspark.kernels.quantize import launch_quantize
+
+    head_dim = x.shape[-1]
+    padded = reference.padded_dim(head_dim)
+    size = reference.rotation_size(head_dim, hadamard) if hadamard else 0
+    shift = rotation = None
+    if mean is not None:
+        shift = torch.nn.functional.pad(mean, (0, padded - head_dim))
+        shift = (reference.rotate(shift, size) if hadamard else shift).contiguous()
+    if hadamard:
+        rotation = _rotation(size, padded // size, x.dtype, x.device)
+    return launch_quantize(
+        x,
+        dtype=dtype,
+        granularity=granularity,
+        shift=shift,
+        rotation=rotation,
+        rotation_group=size,
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def _rotation(size: int, groups: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the block-diagonal +-1 matrix; kept, because a captured graph cannot copy it over."""
+    return torch.block_diag(*[reference.hadamard(size)] * groups).to(device, dtype)
+
+
+def _triton_reasons(call: AttentionCall) -> list[str]:
+    """Decline what no kernel can take; the head dim may be any up to 256."""
+    widths = tuple(range(8, 257, 8))
+    return _triton.obstacles(replace(call, requires_grad=False), head_dims=widths)
+
+
+_dispatch.register("quantize", "triton", _triton_reasons, _run_triton)
 _dispatch.register("quantize", "eager", _dispatch.never_declines, _eager)

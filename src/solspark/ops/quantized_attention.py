@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from solspark import _checks
 from solspark.errors import UnsupportedError
-from solspark.ops import _dispatch
+from solspark.ops import _dispatch, _triton
 from solspark.ops.quantize import GRANULARITIES, check_hadamard, quantize
 from solspark.reference.quantize import FLOOR, LARGEST, per_token, rotate, rotation_size
 from solspark.reference.quantized_attention import OPERANDS, Options, key_mean
-from solspark.types import BLOCK
+from solspark.types import BLOCK, AttentionCall
 
 __all__ = ["quantized_attention"]
 
@@ -305,7 +306,7 @@ def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Any
 _forward_op.register_autograd(_gradients, setup_context=_save)
 
 
-def _describe(query: Tensor, key: Tensor, options: Options) -> Any:
+def _describe(query: Tensor, key: Tensor, options: Options) -> AttentionCall:
     """Return the call for dispatch, refusing an FP8 product where the chip has none."""
     call = _dispatch.describe(query, key)
     if "fp8" in (options.matmul, options.pv) and query.device.type == "cuda":
@@ -319,8 +320,9 @@ def fp8_obstacle(device: torch.device) -> str | None:
     """Return why a CUDA or ROCm device has no e4m3 product, or None."""
     if torch.version.hip:
         chip = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-        has = chip.startswith(("gfx94", "gfx95", "gfx12"))
-        return None if has else f"needs gfx94x, gfx95x or gfx12xx, this is {chip}"
+        # gfx94x multiplies another 8-bit format (e4m3fnuz).
+        has = chip.startswith(("gfx95", "gfx12"))
+        return None if has else f"needs gfx95x or gfx12xx, this is {chip}"
     major, minor = torch.cuda.get_device_capability(device)
     return None if (major, minor) >= (8, 9) else f"needs SM89, this is SM{major}{minor}"
 
@@ -412,13 +414,22 @@ def quantize_operands(
     k: _Pair = (key, None)
     v: _Pair | None = None if value is None else (value, None)
     if options.matmul != "none":
-        mean = key_mean(key) if options.smooth_k else None
+        mean = _mean(key, impl) if options.smooth_k else None
         kind = options.matmul
         q = quantize(query, dtype=kind, granularity=granularity, hadamard=group, impl=impl)
         k = quantize(key, dtype=kind, granularity=granularity, mean=mean, hadamard=group, impl=impl)
     if value is not None and options.pv != "none":
         v = quantize(value, dtype=options.pv, granularity=granularity, hadamard=group, impl=impl)
     return q, k, v
+
+
+def _mean(key: Tensor, impl: str | None) -> Tensor:
+    """Return K's mean over tokens, float32 [B, Hk, D], in an order that strides do not change."""
+    if impl != "triton":
+        return key_mean(key)
+    from solspark.kernels.quantize import launch_mean
+
+    return launch_mean(key)
 
 
 class _Head(NamedTuple):
@@ -527,6 +538,144 @@ def _mix(
     return out[:, :value_dim]
 
 
+# Triton
+
+
+def _run_triton(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    block_mask: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Quantise, build lists, attend."""
+    from solspark.kernels import quantized_attention as kernels
+
+    query, options = _with_positive_scale(query, options)
+    operands = _kernel_operands(query, key, value, options)
+    rotated = options.pv != "none" and options.hadamard > 0
+    head_dim = query.shape[3] if options.matmul == "none" else operands.q.shape[3]
+    out, lse = kernels.launch_quantized_attention(
+        operands,
+        head_dim=head_dim,
+        value_dim=operands.v.shape[3] if rotated else value.shape[3],
+        lists=_lists(block_mask, options),
+        attn_mask=attn_mask,
+        is_causal=options.is_causal,
+        scale=options.scale,
+        pv=options.pv,
+        tile_scales=options.granularity == "tile",
+        # A rotated output is turned back before it is rounded.
+        out_dtype=torch.float32 if rotated else query.dtype,
+        config=_config(value, block_mask, options),
+    )
+    if rotated:
+        out = rotate(out, rotation_size(value.shape[3], options.hadamard))
+        out = out[..., : value.shape[3]].to(query.dtype)
+    return out, lse
+
+
+def _run_triton_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    attn_mask: Tensor | None,
+    block_mask: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise Q and K again (cheaper than keeping them) and run the two kernels."""
+    from solspark.kernels.quantized_attention_backward import (
+        launch_quantized_attention_backward,
+    )
+
+    negative = options.scale < 0
+    query, options = _with_positive_scale(query, options)
+    operands = _kernel_operands(query, key, value, options._replace(pv="none"))
+    transposed = None
+    if block_mask is not None:
+        turned = options._replace(block_m=options.block_n, block_n=options.block_m)
+        transposed = _lists(block_mask.transpose(2, 3), turned)
+    block_m, block_n, warps, stages = _config(value, block_mask, options)
+    grad_query, grad_key, grad_value = launch_quantized_attention_backward(
+        query,
+        key,
+        value,
+        operands,
+        out.contiguous(),
+        lse.contiguous(),
+        _checks.last_dim_contiguous(grad_out),
+        lists=_lists(block_mask, options),
+        transposed=transposed,
+        attn_mask=attn_mask,
+        is_causal=options.is_causal,
+        scale=options.scale,
+        tile_scales=options.granularity == "tile",
+        # Five products a tile instead of two: half the rows, or registers spill.
+        config=(min(block_m, 64), block_n, warps, min(stages, 2)),
+    )
+    return (-grad_query if negative else grad_query), grad_key, grad_value
+
+
+def _with_positive_scale(query: Tensor, options: Options) -> tuple[Tensor, Options]:
+    """Move a negative scale's sign into Q: kernels take the largest logit before scaling it."""
+    if options.scale >= 0:
+        return query, options
+    return -query, options._replace(scale=-options.scale)
+
+
+def _kernel_operands(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Any:
+    """Return the kernels' operands."""
+    from solspark.kernels.quantized_attention import Operands
+
+    (q, q_scales), (k, k_scales), mixed = quantize_operands(query, key, value, options, "triton")
+    assert mixed is not None
+    return Operands(q, q_scales, k, k_scales, *mixed)
+
+
+def _lists(block_mask: Tensor | None, options: Options) -> Any:
+    """Return the kept key blocks of each query block as lists, or None."""
+    if block_mask is None:
+        return None
+    from solspark.kernels.block_lists import launch_block_lists
+    from solspark.kernels.quantized_attention import Lists
+
+    counts, indices = launch_block_lists(block_mask.view(torch.int8))
+    return Lists(counts, indices, options.block_m, options.block_n)
+
+
+def _config(
+    value: Tensor, block_mask: Tensor | None, options: Options
+) -> tuple[int, int, int, int]:
+    """Choose tiles; refuse those that an 8-bit product of P and V cannot have."""
+    from solspark.kernels.quantized_attention import choose_config
+
+    config = choose_config(
+        value.device if value.device.type == "cuda" else None,
+        value.shape[3],
+        value.dtype,
+        options.pv != "none",
+        None if block_mask is None else (options.block_m, options.block_n),
+    )
+    if options.pv in ("int8", "fp8") and config[1] < 32:
+        raise UnsupportedError(
+            f"quantized_attention with pv={options.pv!r}",
+            [f"an 8-bit product needs 32 keys, blocks have {options.block_n}"],
+        )
+    return config
+
+
+def _triton_reasons(call: AttentionCall) -> list[str]:
+    """Decline what no kernel can take; the head dim may be any multiple of 8 up to 256."""
+    widths = tuple(range(8, 257, 8))
+    return _triton.obstacles(replace(call, requires_grad=False), head_dims=widths)
+
+
+_dispatch.register("quantized_attention", "triton", _triton_reasons, _run_triton)
+_dispatch.register("quantized_attention_backward", "triton", _triton_reasons, _run_triton_backward)
 _dispatch.register("quantized_attention", "eager", _dispatch.never_declines, _eager)
 _dispatch.register(
     "quantized_attention_backward", "eager", _dispatch.never_declines, _eager_backward

@@ -96,7 +96,9 @@ def quantize(
         magnitude = magnitude.unflatten(-1, (block_count(tokens), BLOCK)).amax(-1)
     magnitude = magnitude.clamp_min(FLOOR)
     largest = LARGEST[dtype]
-    inverse = per_token(largest / magnitude, tokens).transpose(1, 2)[..., None]
+    # A true division: torch turns number / tensor into a reciprocal and a product, rounded twice.
+    inverse = torch.full_like(magnitude, largest) / magnitude
+    inverse = per_token(inverse, tokens).transpose(1, 2)[..., None]
     values = (y * inverse).clamp(-largest, largest)
     if dtype == "int8":
         values = values.round()

@@ -118,9 +118,8 @@ def test_cholesky_compiles(compile_ahead):
     compile_ahead(kernels.cholesky_kernel, types, {"D": 128}, num_warps=8)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
-def test_features_compile(compile_ahead, kind: str):
-    types = {**TYPES, **dict.fromkeys(("x_ptr", "factor_ptr", "y_ptr"), f"*{kind}")}
+def test_features_compile(compile_ahead):
+    types = {**TYPES, **dict.fromkeys(("x_ptr", "factor_ptr", "y_ptr"), "*bf16")}
     constants = {"D": 128, "TILE": 64, "SPAN": 512, "NORMS": True}
     compiled = compile_ahead(
         kernels.features_kernel, types, constants, num_warps=4, num_stages=kernels.STAGES

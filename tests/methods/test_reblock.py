@@ -252,6 +252,18 @@ def test_the_input_norms_have_a_buffer_too(monkeypatch):
     assert plan.graph_inverse_norms is not None and plan.graph_inverse_norms.equal(norms)
 
 
+def test_known_norms_reach_the_graph(monkeypatch):
+    FakeGraph(monkeypatch)
+    plan = prepare()
+    x = gaussian(2, 330, 32)
+    lowest = torch.arange(10).expand(2, 10)
+    for _ in range(3):
+        assert plan.run(x, squares=torch.ones(2, 330)).excluded_indices.equal(lowest)
+        assert not plan.run(x).excluded_indices.equal(lowest)
+    plan.graph_squares.fill_(1.0)
+    assert plan.run(x, squares=plan.graph_squares).excluded_indices.equal(lowest)
+
+
 def test_excluded_tokens_and_a_refusal_keep_the_graph_out(monkeypatch):
     graph = FakeGraph(monkeypatch)
     plan = prepare()

@@ -77,3 +77,28 @@ def test_errors_name_the_argument(x, order, error, message):
     for function in (permute, unpermute):
         with pytest.raises(error, match=message):
             function(x, order)
+
+
+def test_torch_compile_keeps_one_graph():
+    x, order = torch.randn(2, 37, 5, 16), permutations(2, 5, 30)
+    compiled = torch.compile(
+        lambda a, p: unpermute(permute(a, p), p), backend="eager", fullgraph=True
+    )
+    assert compiled(x, order).equal(x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_equals_the_eager_copy_on_a_gpu(dtype: torch.dtype):
+    fused = torch.randn(2, 1000, 3, 5, 128, device="cuda").to(dtype)
+    order = permutations(2, 5, 962).cuda()
+    for index in (torch.int32, torch.int64):
+        for part in range(3):
+            view, own = fused[:, :, part], order.to(index)
+            for function in (permute, unpermute):
+                assert function(view, own).equal(function(view, own, impl="eager"))
+    torch.library.opcheck(
+        torch.ops.solspark.permute.default,
+        (fused[:, :, 1], order, False),
+        test_utils=("test_schema", "test_faketensor"),
+    )

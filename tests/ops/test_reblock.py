@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from solspark.errors import UnsupportedError
-from solspark.ops import _reblock_eager
+from solspark.ops import _dispatch, _reblock_eager
 from solspark.ops import reblock as ops
 from solspark.reference import reblock as reference
 from solspark.reference.hierarchy import FANOUT_MODES
@@ -244,3 +244,118 @@ def test_ordered_bits_sort_like_the_reference_keys():
     for i in range(len(bits)):
         for j in range(len(bits)):
             assert (bits[i] < bits[j]) == (ranks[i] < ranks[j])
+
+
+def test_known_norms_are_used():
+    grid, x = TokenGrid(3, 10, 11), gaussian(2, 330, 16, dtype=torch.bfloat16)
+    plain = ops.reblock(x, grid_shape=grid)
+    squares = ops.squared_norms(x)
+    assert squares.equal(reference.squared_norms(x))
+    assert ops.reblock(x, grid_shape=grid, squares=squares).permutation.equal(plain.permutation)
+    # With all of them equal the lowest ids are excluded.
+    flat = ops.reblock(x, grid_shape=grid, squares=torch.ones(2, 330))
+    assert flat.excluded_indices.tolist() == [list(range(10))] * 2
+    with pytest.raises(ValueError, match="squares: expected"):
+        ops.reblock(x, grid_shape=grid, squares=squares[0])
+    with pytest.raises(ValueError, match="squares: expected"):
+        ops.reblock(x, grid_shape=grid, squares=squares.double())
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5)])
+def test_squared_norms_of_any_leading_shape(shape: tuple[int, ...]):
+    x = gaussian(*shape, 7, dtype=torch.float16)
+    assert ops.squared_norms(x).equal(reference.squared_norms(x))
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    grid=st.sampled_from([TokenGrid(7, 11, 13), TokenGrid(5, 9, 17), TokenGrid(1, 7, 11)]),
+    mode=st.sampled_from(FANOUT_MODES),
+    seed=st.integers(0, 9),
+)
+def test_grids_of_primes_leave_no_token_out(grid: TokenGrid, mode: str, seed: int):
+    x = gaussian(2, grid.tokens, 16, seed=seed)
+    result = ops.reblock(x, grid_shape=grid, options=ReblockOptions(fanout_mode=mode))
+    assert result.num_excluded == grid.tokens % 64
+    assert result.permutation.sort(-1).values.equal(torch.arange(grid.tokens).expand(2, -1))
+
+
+def test_a_batch_equals_its_samples_alone():
+    grid, x = TokenGrid(3, 10, 11), gaussian(3, 2, 330, 16)
+    whole = ops.reblock(x, grid_shape=grid).permutation
+    for sample, own in zip(x, whole, strict=True):
+        assert ops.reblock(sample, grid_shape=grid).permutation.equal(own)
+
+
+def test_torch_compile_keeps_one_graph():
+    grid, x = TokenGrid(3, 10, 11), gaussian(2, 330, 16)
+
+    def both(samples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        result = ops.reblock(samples, grid_shape=grid, validate=False)
+        return result.permutation, result.inverse_permutation
+
+    permutation, inverse = torch.compile(both, backend="eager", fullgraph=True)(x)
+    expected = ops.reblock(x, grid_shape=grid)
+    assert permutation.equal(expected.permutation)
+    assert inverse is not None and inverse.equal(permutation.argsort(-1))
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+def test_the_custom_op_keeps_its_promises(inverse: bool):
+    x = gaussian(2, 330, 16)
+    text = ops._text_of(ReblockOptions(group_size=(8, 4), final_fanout=None))
+    arguments = (x, None, None, None, None, [3, 10, 11], text, "eager", torch.int32, inverse)
+    torch.library.opcheck(ops._grow, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_what_has_no_kernel_says_so():
+    x = gaussian(130, 16)
+    ops.reblock(x, grid_shape=(1, 10, 13), options=ReblockOptions(aggregation="max"))
+    call = _dispatch.last_call()
+    assert call is not None and (call.operation, call.implementation) == ("reblock", "eager")
+    ((name, why),) = call.declined
+    assert name == "triton" and "aggregation='max' has no kernel" in why
+    assert any("not on cpu" in reason for reason in why)
+    with pytest.raises(UnsupportedError, match="aggregation='max' has no kernel"):
+        ops.reblock(
+            x, grid_shape=(1, 10, 13), options=ReblockOptions(aggregation="max"), impl="triton"
+        )
+
+
+GPU_OPTIONS = [
+    {},
+    {"max_children": 16, "initial_order": "hilbert_thw"},
+    {"landmark_mode": "mean", "landmark_count": 64},
+    {"distance": "euclidean"},
+    {"fanout_mode": "arbitrary_fanout", "proxy_iterations": 0, "score_precision": "fp32"},
+    {"aggregation": "max", "order_mode": "scalar_order", "group_size": (8, 4)},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", GPU_OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_equals_the_reference_on_a_gpu(dtype: torch.dtype, options: dict):
+    grid, x = TokenGrid(7, 23, 29), gaussian(2, 4669, 128, dtype=dtype)
+    chosen = ReblockOptions(**options)
+    got = ops.reblock(x.cuda(), grid_shape=grid, options=chosen)
+    expected = reference.reblock(x, grid=grid, options=chosen)
+    # Scores are summed in float32 there: a tie within its rounding may move a token.
+    assert (got.permutation.cpu() != expected.permutation).float().mean() <= 1e-3
+
+
+@pytest.mark.gpu
+def test_a_production_shape_on_a_gpu():
+    grid = TokenGrid(37, 24, 42)
+    x = torch.randn(8, grid.tokens, 128, device="cuda", dtype=torch.bfloat16)
+    options = ReblockOptions(max_children=16)
+    first = ops.reblock(x, grid_shape=grid, options=options).permutation
+    for _ in range(3):
+        again = ops.reblock(x, grid_shape=grid, options=options, validate=False)
+        assert again.permutation.equal(first)
+    spread = x.transpose(0, 1).contiguous().transpose(0, 1)
+    assert ops.reblock(spread, grid_shape=grid, options=options).permutation.equal(first)
+    zeros = torch.zeros_like(x)
+    identity = ops.reblock(zeros, grid_shape=grid, options=options).permutation
+    rest = grid.tokens % 64
+    assert identity[0].tolist() == [*range(rest, grid.tokens), *range(rest)]

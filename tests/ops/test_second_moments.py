@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from solspark.errors import UnsupportedError
+from solspark.ops import _dispatch
 from solspark.ops import second_moments as ops
 from solspark.reference import second_moments as reference
+from solspark.reference.reblock import squared_norms
 from solspark.types import TokenGrid
 
 GRID = TokenGrid(5, 7, 11)
@@ -142,3 +145,72 @@ def test_errors_of_features():
             ops.reblock_features(x, x, grid=GRID, **{name: "?"})
     with pytest.raises(ValueError, match="out: expected"):
         ops.reblock_features(x, x, grid=GRID, out=torch.zeros(1, 2, 3, 385, 64))
+
+
+@pytest.mark.parametrize("m2_side", ["both", "none"])
+def test_the_norms_come_along(m2_side: str):
+    q, k = rows(0, torch.bfloat16), rows(1, torch.bfloat16)
+    out = torch.empty(2, 2, 3, GRID.tokens, 64, dtype=torch.bfloat16)
+    squares = torch.full((2, 2, 3, GRID.tokens), torch.nan)
+    ops.reblock_features(q, k, grid=GRID, m2_side=m2_side, out=out, squares=squares)
+    assert squares.equal(squared_norms(out))
+    with pytest.raises(ValueError, match="squares: expected"):
+        ops.reblock_features(q, k, grid=GRID, squares=squares[0])
+    with pytest.raises(ValueError, match="squares: expected a contiguous"):
+        ops.features(q, torch.zeros(2, 3, 64, 64), squares=squares[0].double())
+
+
+def test_torch_compile_keeps_one_graph():
+    q, k = rows(0), rows(1)
+    compiled = torch.compile(
+        lambda a, b: ops.reblock_features(a, b, grid=GRID), backend="eager", fullgraph=True
+    )
+    for one, other in zip(compiled(q, k), ops.reblock_features(q, k, grid=GRID), strict=True):
+        assert one.equal(other)
+
+
+def test_what_has_no_kernel_says_so():
+    with pytest.raises(UnsupportedError, match="not on cpu"):
+        ops.second_moments(rows(dtype=torch.float16), grid=GRID, impl="triton")
+    ops.second_moments(rows(), grid=GRID, estimator="flat64_midpoint_2", mode="unit")
+    call = _dispatch.last_call()
+    assert call is not None and call.implementation == "eager"
+    ((name, why),) = call.declined
+    assert name == "triton"
+    assert {"mode='unit' has no kernel", "estimator='flat64_midpoint_2' has no kernel"} <= set(why)
+
+
+def test_errors_of_the_factor():
+    moments = torch.zeros(1, 2, 8, 8)
+    with pytest.raises(ValueError, match="kind: expected"):
+        ops.metric_factor(moments, kind="qr")
+    with pytest.raises(ValueError, match="moments: expected"):
+        ops.metric_factor(moments[..., :4])
+    with pytest.raises(TypeError, match="moments: expected"):
+        ops.metric_factor(moments.half())
+    for kind in ("cholesky", "eigh"):
+        assert (ops.metric_factor(moments, kind=kind) == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_kernels_are_close_on_a_gpu(dtype: torch.dtype):
+    x = rows(dtype=dtype, dim=128)
+    for estimator in ("hilbert_midpoint", "full"):
+        got = ops.second_moments(x.cuda(), grid=GRID, estimator=estimator, impl="triton").cpu()
+        oracle = reference.second_moments(x.double(), grid=GRID, estimator=estimator)
+        scale = float(oracle.abs().max())
+        assert (got.double() - oracle).abs().max() <= 8 * torch.finfo(torch.float32).eps * scale
+    moments = reference.second_moments(rows(1, dim=128), grid=GRID)
+    factor = ops.metric_factor(moments.cuda(), impl="triton").cpu()
+    wide = torch.linalg.cholesky(moments.double())
+    own = (torch.linalg.cholesky(moments).double() - wide).abs().max()
+    bound = torch.finfo(torch.float32).eps * float(wide.abs().max())
+    assert (factor.double() - wide).abs().max() <= 2 * own + 4 * bound
+    out = torch.full((2, 3, GRID.tokens, 128), torch.nan, dtype=dtype, device="cuda")
+    squares = torch.full((2, 3, GRID.tokens), torch.nan, device="cuda")
+    ops.features(x.cuda(), factor.cuda(), out=out, squares=squares, impl="triton")
+    rounded = factor * reference.half_range_scale(factor) if dtype == torch.float16 else factor
+    oracle = reference.features(x.double(), rounded.to(dtype).double())
+    assert_close(out.cpu(), reference.features(x, factor), oracle)
+    assert squares.cpu().equal(squared_norms(out.cpu()))

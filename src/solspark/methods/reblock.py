@@ -386,7 +386,6 @@ class PreparedLandmarkTreeV2Permutation:
         return ops.wrap_permutation(
             kept.permutation.clone(),
             None if inverse is None else inverse.clone(),
-            self._hierarchy,
             self.options,
         )
 

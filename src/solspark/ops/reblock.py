@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import functools
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -166,7 +166,7 @@ def reblock(
         call.norms,
         squares,
         list(call.grid.as_tuple()),
-        json.dumps(asdict(call.options)),
+        _text_of(call.options),
         choice.name,
         index_dtype,
         return_inverse,
@@ -176,8 +176,7 @@ def reblock(
         check_permutation(permutation)
     permutation = permutation.reshape(samples.shape[:-1])
     inverse = inverse.reshape(samples.shape[:-1]) if return_inverse else None
-    hierarchy = call.options.hierarchy(tokens // BLOCK)
-    return wrap_permutation(permutation, inverse, hierarchy, call.options)
+    return wrap_permutation(permutation, inverse, call.options)
 
 
 def reblock_by_reference(
@@ -213,7 +212,6 @@ def reblock_by_reference(
     return wrap_permutation(
         result.permutation.reshape(shape).to(samples.device),
         result.inverse_permutation.reshape(shape).to(samples.device),
-        result.hierarchy,
         call.options,
     )
 
@@ -291,7 +289,7 @@ def _grow(
 ) -> tuple[Tensor, Tensor]:
     """Grow the trees [R, T, D]; return the permutation and its inverse, empty if not asked for.
 
-    One node for torch.compile, whatever the implementation; options are JSON.
+    One node for torch.compile, whatever the implementation; options travel as text.
     """
     run = run_triton if implementation == "triton" else run_eager
     order = run(
@@ -330,10 +328,15 @@ def _(
     return permutation, permutation.new_empty(permutation.shape if return_inverse else (0,))
 
 
+def _text_of(options: ReblockOptions) -> str:
+    """Return the options as text that `_options_of` reads."""
+    return "(" + "".join(f"{getattr(options, name)!r}, " for name in OPTION_NAMES) + ")"
+
+
 @functools.lru_cache(maxsize=256)
 def _options_of(text: str) -> ReblockOptions:
-    """Return the options from JSON."""
-    return ReblockOptions(**json.loads(text))
+    """Return the options from their text."""
+    return ReblockOptions(**dict(zip(OPTION_NAMES, ast.literal_eval(text), strict=True)))
 
 
 def squared_norms(rows: Tensor) -> Tensor:

@@ -152,6 +152,17 @@ def capacity_hierarchy(
     """
     if type(leaves) is not int or leaves < 1:
         raise ValueError(f"leaves: expected an int >= 1, got {leaves!r}")
+    fanout, root, final = resolve_fanouts(max_children, fanout_mode, root_fanout, final_fanout)
+    return _build(leaves, fanout, root, final, fanout_mode)
+
+
+def resolve_fanouts(
+    max_children: int | Sequence[int],
+    fanout_mode: str,
+    root_fanout: int | None,
+    final_fanout: int | Sequence[int] | None,
+) -> tuple[Schedule, int, Schedule]:
+    """Return the ordinary fanouts, the root's and the final ones; raise as `capacity_hierarchy`."""
     if fanout_mode not in FANOUT_MODES:
         raise ValueError(
             f"fanout_mode: expected one of {', '.join(FANOUT_MODES)}; got {fanout_mode!r}"
@@ -169,7 +180,7 @@ def capacity_hierarchy(
             "final_fanout: power_of_two_fanout has no separate final fanout, expected None or "
             f"{list(fanout)}, got {final_fanout!r}"
         )
-    return _build(leaves, fanout, root, final, fanout_mode)
+    return fanout, root, final
 
 
 @functools.lru_cache(maxsize=64)

@@ -41,6 +41,7 @@ from solspark.reference.hierarchy import (
     as_schedule,
     capacity_hierarchy,
     proxy_topology,
+    resolve_fanouts,
 )
 from solspark.reference.initial_order import INITIAL_ORDERS, initial_order
 from solspark.types import BLOCK, TokenGrid
@@ -113,7 +114,7 @@ class ReblockOptions:
                 words = ", ".join(str(choice) for choice in allowed)
                 raise ValueError(f"{name}: expected one of {words}; got {value!r}")
         as_schedule("group_size", self.group_size, GROUP_SIZES)
-        self.hierarchy(1)
+        resolve_fanouts(self.max_children, self.fanout_mode, self.root_fanout, self.final_fanout)
         if self.distance == "euclidean" and self.aggregation == "max":
             raise ValueError("aggregation: max needs distance='cosine', got 'euclidean'")
         if self.distance == "euclidean" and self.mean_mode != "raw":
@@ -165,10 +166,7 @@ class ReblockResult:
             x[permutation].
         inverse_permutation: [..., T]; inverse_permutation[permutation[i]] = i: x =
             y[inverse_permutation]. None where it was not asked for.
-        split_stats: one record for every level and size of node: level, node_tokens, node_count,
-            target_leaves, group_size, representatives, children, landmarks, proxy_iterations,
-            seed_rule, update_rule.
-        hierarchy: the capacities that were met.
+        options: of the tree.
 
     Source: spec/spark.md section 1.2.
     """
@@ -177,8 +175,21 @@ class ReblockResult:
     excluded_indices: Tensor
     permutation: Tensor
     inverse_permutation: Tensor | None
-    split_stats: tuple[dict[str, Any], ...]
-    hierarchy: CapacityHierarchy
+    options: ReblockOptions
+
+    @property
+    def hierarchy(self) -> CapacityHierarchy:
+        """The capacities that were met."""
+        return self.options.hierarchy(self.active_tokens // BLOCK)
+
+    @property
+    def split_stats(self) -> tuple[dict[str, Any], ...]:
+        """One record for every level and size of node.
+
+        Each has level, node_tokens, node_count, target_leaves, group_size, representatives,
+        children, landmarks, proxy_iterations, seed_rule and update_rule.
+        """
+        return split_statistics(self.hierarchy, self.options)
 
     @property
     def num_excluded(self) -> int:
@@ -609,22 +620,19 @@ def reblock(
         tail = [token for token in order if token in excluded]
         rows.append(grow_tree(active, features, scale, hierarchy, options) + tail)
     permutation = torch.tensor(rows, dtype=torch.int64).reshape(*leading, tokens)
-    return as_result(permutation, permutation.argsort(-1), hierarchy, options)
+    return as_result(permutation, permutation.argsort(-1), options)
 
 
 def as_result(
-    permutation: Tensor,
-    inverse: Tensor | None,
-    hierarchy: CapacityHierarchy,
-    options: ReblockOptions,
+    permutation: Tensor, inverse: Tensor | None, options: ReblockOptions
 ) -> ReblockResult:
-    """Wrap a permutation [..., T] whose first 64 * leaves entries are the blocks."""
-    active = hierarchy.leaves * BLOCK
+    """Wrap a permutation [..., T] whose first 64 * (T // 64) entries are the blocks."""
+    leaves = permutation.shape[-1] // BLOCK
+    active = leaves * BLOCK
     return ReblockResult(
-        permutation[..., :active].unflatten(-1, (hierarchy.leaves, BLOCK)),
+        permutation[..., :active].unflatten(-1, (leaves, BLOCK)),
         permutation[..., active:],
         permutation,
         inverse,
-        split_statistics(hierarchy, options),
-        hierarchy,
+        options,
     )

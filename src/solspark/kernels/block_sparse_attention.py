@@ -156,20 +156,34 @@ def block_sparse_attention_kernel(
     if HAS_BIAS:
         bias_row = bias_ptr + b * sbb + h * sbh
     # The next block number is fetched one tile ahead: a 2-byte load cannot be an asynchronous copy,
-    # and would keep K and V from being one.
+    # and would keep K and V from being one. So is the bias, on which their masks depend.
     j = tl.load(list_row + first, mask=first < last, other=0)
+    if HAS_BIAS:
+        offs_b = j.to(tl.int64) * BLOCK_T + offs_n
+        bias = tl.load(bias_row + offs_b, mask=offs_b < key_tokens, other=float("-inf"))
     for e in tl.range(first, last - ragged, num_stages=STAGES):
         start = j.to(tl.int64) * BLOCK_T
         j = tl.load(list_row + e + 1, mask=e + 1 < last, other=0)
-        k = tl.load(k_base + (start + offs_n)[:, None] * skt + offs_d[None, :])
-        v = tl.load(v_base + (start + offs_n)[:, None] * svt + offs_d[None, :])
-        s = tl.dot(q, tl.trans(k))
         if HAS_BIAS:
-            s = s * scale_log2 + (tl.load(bias_row + start + offs_n) * LOG2E)[None, :]
+            # A key of bias -inf is not read: zero times what it may hold need not be zero.
+            alive = (bias > float("-inf"))[:, None]
+            k_rows = k_base + (start + offs_n)[:, None] * skt + offs_d[None, :]
+            k = tl.load(k_rows, mask=alive, other=0.0)
+            v_rows = v_base + (start + offs_n)[:, None] * svt + offs_d[None, :]
+            v = tl.load(v_rows, mask=alive, other=0.0)
+            s = tl.dot(q, tl.trans(k)) * scale_log2 + (bias * LOG2E)[None, :]
+            offs_b = j.to(tl.int64) * BLOCK_T + offs_n
+            bias = tl.load(bias_row + offs_b, mask=offs_b < key_tokens, other=float("-inf"))
+        else:
+            k = tl.load(k_base + (start + offs_n)[:, None] * skt + offs_d[None, :])
+            v = tl.load(v_base + (start + offs_n)[:, None] * svt + offs_d[None, :])
+            s = tl.dot(q, tl.trans(k))
         m, denominator, acc = _softmax_step(s, v, scale_log2, m, denominator, acc, HAS_BIAS)
     if ragged != 0:
         start = j.to(tl.int64) * BLOCK_T
         inside = start + offs_n < key_tokens
+        if HAS_BIAS:
+            inside = bias > float("-inf")
         k = tl.load(
             k_base + (start + offs_n)[:, None] * skt + offs_d[None, :],
             mask=inside[:, None],
@@ -182,7 +196,7 @@ def block_sparse_attention_kernel(
         )
         s = tl.dot(q, tl.trans(k)) * scale_log2
         if HAS_BIAS:
-            s += (tl.load(bias_row + start + offs_n, mask=inside, other=0.0) * LOG2E)[None, :]
+            s += (bias * LOG2E)[None, :]
         s = tl.where(inside[None, :], s, float("-inf"))
         m, denominator, acc = _softmax_step(s, v, scale_log2, m, denominator, acc, True)
 

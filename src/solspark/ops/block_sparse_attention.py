@@ -565,18 +565,19 @@ def _launch_triton(
     from solspark.kernels.block_sparse_attention import launch_block_sparse_attention
 
     plan = BlockPlan(bits, indices, counts, query.shape[1], key.shape[1])
-    out, lse = launch_block_sparse_attention(
-        query,
-        key,
-        value,
-        plan,
-        _summaries(keys, values, log_mass, parents),
-        key_bias,
-        scale=scale,
-        tail=tail,
-        kv_splits=kv_splits,
-        return_lse=return_lse,
-    )
+    with torch.cuda.device_of(query):
+        out, lse = launch_block_sparse_attention(
+            query,
+            key,
+            value,
+            plan,
+            _summaries(keys, values, log_mass, parents),
+            key_bias,
+            scale=scale,
+            tail=tail,
+            kv_splits=kv_splits,
+            return_lse=return_lse,
+        )
     return out, query.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
@@ -605,16 +606,17 @@ def _launch_hopper(
     from solspark.kernels.hopper.block_sparse_attention import launch_block_sparse_attention
 
     plan = BlockPlan(bits, indices, counts, query.shape[1], key.shape[1])
-    out, lse = launch_block_sparse_attention(
-        query,
-        key,
-        value,
-        plan,
-        _summaries(keys, values, log_mass, parents),
-        key_bias,
-        scale=scale,
-        return_lse=return_lse,
-    )
+    with torch.cuda.device_of(query):
+        out, lse = launch_block_sparse_attention(
+            query,
+            key,
+            value,
+            plan,
+            _summaries(keys, values, log_mass, parents),
+            key_bias,
+            scale=scale,
+            return_lse=return_lse,
+        )
     return out, query.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
@@ -646,8 +648,11 @@ def _run_kernel(
     hopper: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Enter through the custom op, so that torch.compile keeps one node."""
-    if scale < 0:  # kernels take the maximum of unscaled scores
+    # Kernels take the maximum of unscaled scores, some of which are -inf.
+    if scale < 0:
         query, scale = -query, -scale
+    elif scale == 0:
+        query, scale = torch.zeros_like(query), 1.0
     stored: tuple[Tensor | None, ...] = (None, None, None, None)
     if summaries is not None:
         log_mass = summaries.log_mass
@@ -660,6 +665,9 @@ def _run_kernel(
     lists = (plan.bits.contiguous(), plan.indices.contiguous(), plan.counts.contiguous())
     bias = None if key_bias is None else key_bias.float().contiguous()
     if hopper:
+        if bias is not None:
+            # Its matrix products read values as they lie in memory, and 0 * NaN is NaN.
+            value = value.masked_fill((bias == -math.inf).transpose(1, 2)[..., None], 0.0)
         return _launch_hopper(query, key, value, *lists, *stored, bias, scale, return_lse)
     options = (scale, tail, kv_splits, return_lse)
     return _launch_triton(query, key, value, *lists, *stored, bias, *options)
@@ -683,6 +691,8 @@ def _hopper_reasons(call: AttentionCall) -> list[str]:
         found.append(f'it has no "{call.tail}" tail')
     if call.kv_splits != 1:
         found.append("it does not split the keys")
+    if call.key_bias and call.key_heads not in (None, call.heads):
+        found.append("with a key bias every query head must have a key head of its own")
     if not call.aligned:
         found.append("TMA needs base pointers and strides in multiples of 16 bytes")
     if not found and not _triton.has_gluon():

@@ -160,8 +160,10 @@ def _exact_columns(
 ):
     j = start + gl.arange(0, BLOCK_T, gl.SliceLayout(0, SL))
     if HAS_BIAS:
+        # Zero times what a key of bias -inf may hold need not be zero.
         bias = gl.load(bias_row + j, mask=j < key_tokens, other=float("-inf")) * LOG2E
-        s = s * scale_log2 + bias[None, :]
+        alive = (bias > float("-inf"))[None, :]
+        s = gl.where(alive, s * scale_log2 + bias[None, :], float("-inf"))
     else:
         if start + BLOCK_T > key_tokens:
             s = gl.where((j < key_tokens)[None, :], s, float("-inf"))
@@ -305,7 +307,14 @@ _FREE = [
 ]
 
 
-@gluon.jit(do_not_specialize=_FREE)
+# The alignment of what is read a value at a time changes from sample to sample.
+_UNALIGNED = [
+    "lse_ptr", "bias_ptr", "bits_ptr", "count_ptr", "lm_ptr", "parent_ptr", "entry_ptr",
+    "union_ptr",
+]
+
+
+@gluon.jit(do_not_specialize=_FREE, do_not_specialize_on_alignment=_UNALIGNED)
 def block_sparse_attention_kernel(
     q_desc, k_desc, v_desc, ks_desc, vs_desc, o_ptr, lse_ptr, bias_ptr, bits_ptr, count_ptr, lm_ptr,
     parent_ptr, entry_ptr, union_ptr,
@@ -454,7 +463,8 @@ def launch_block_sparse_attention(
     """Enqueue the attention, a launch a sample; return out [B, Lq, H, D], LSE [B, Lq, H] or None.
 
     Base pointers and strides are 16-byte aligned, last strides 1, scale > 0; the tail, if there are
-    summaries, is per query. bias: float32 [B, 1 or H, Lk], natural log, or None.
+    summaries, is per query. bias: float32 [B, 1 or H, Lk], natural log, or None; values of keys
+    with bias -inf are finite, since the matrix product reads them from memory as they are.
     """
     batch, query_tokens, heads, dim = query.shape
     key_tokens, key_heads = key.shape[1], key.shape[2]

@@ -197,7 +197,8 @@ def test_options_without_a_kernel_are_named():
 # Compiled ahead of time
 
 TYPES = {
-    **dict.fromkeys(("nodes", "tokens", "wanted", "first", "splits_each", "tiles"), "i32"),
+    **dict.fromkeys(("nodes", "tokens", "wanted", "first", "splits_each"), "i32"),
+    **dict.fromkeys(("tiles", "slots", "width"), "i32"),
     **dict.fromkeys(("sor", "sxr", "sxt"), "i64"),
     **dict.fromkeys(("order_ptr", "node_ptr", "split_ptr", "weight_ptr", "key_ptr"), "*i32"),
     **dict.fromkeys(("moved_ptr", "histogram_ptr", "candidate_ptr"), "*i32"),
@@ -217,7 +218,6 @@ def test_fit_compiles(compile_ahead, landmarks: int, euclidean: bool, means: boo
     constants = {
         "K": landmarks,
         "D": 128,
-        "S": 16,
         "ITERATIONS": 2,
         "ENDPOINTS": False,
         "EUCLIDEAN": euclidean,
@@ -236,7 +236,7 @@ def test_landmark_means_compile(compile_ahead):
 
 @pytest.mark.parametrize("euclidean", [False, True])
 def test_scores_compile(compile_ahead, euclidean: bool):
-    constants = {"D": 128, "S": 16, "WIDTH": 16, "TILE": 64, "EUCLIDEAN": euclidean}
+    constants = {"D": 128, "WIDTH": 16, "TILE": 64, "EUCLIDEAN": euclidean}
     types = {**TYPES, "direction_ptr": "*fp32" if euclidean else "*fp16"}
     compiled = compile_ahead(tree_score.score_kernel, types, constants, num_warps=4)
     if "ptx" in compiled.asm and not euclidean:
@@ -252,15 +252,13 @@ def test_norms_and_finish_compile(compile_ahead):
 @pytest.mark.parametrize("tokens", [128, 8192])
 def test_routing_in_registers_compiles(compile_ahead, tokens: int):
     block, warps = tree_route.register_config(tokens)
-    constants = {"S": 16, "SLOTS": 16, "BLOCK": block}
+    constants = {"BLOCK": block}
     compile_ahead(tree_route.route_kernel, TYPES, constants, num_warps=warps)
 
 
 @pytest.mark.parametrize("linear", [True, False])
 def test_streamed_routing_compiles(compile_ahead, linear: bool):
     constants = {
-        "S": 16 if linear else 1,
-        "SLOTS": 16 if linear else 2,
         "CHUNK": tree_route.CHUNK,
         "CANDIDATES": tree_route.CANDIDATES,
         "LINEAR": linear,

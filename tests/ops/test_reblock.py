@@ -265,6 +265,7 @@ def test_known_norms_are_used():
 def test_squared_norms_of_any_leading_shape(shape: tuple[int, ...]):
     x = gaussian(*shape, 7, dtype=torch.float16)
     assert ops.squared_norms(x).equal(reference.squared_norms(x))
+    assert ops.inverse_norms(x).equal(reference.inverse_norms(x))
 
 
 @settings(max_examples=12, deadline=None)

@@ -172,12 +172,13 @@ def fit_splits(
         tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["nodes", "tokens", "wanted", "first", "splits_each"])
+@triton.jit(do_not_specialize=["nodes", "slots", "tokens", "wanted", "first", "splits_each"])
 def fit_kernel(
     x_ptr, centre_ptr, square_ptr, gain_ptr, order_ptr, node_ptr, split_ptr,
     weight_ptr, direction_ptr, offset_ptr,
-    nodes, tokens, wanted, first, splits_each, sor: tl.int64, sxr: tl.int64, sxt: tl.int64,
-    K: tl.constexpr, D: tl.constexpr, S: tl.constexpr, ITERATIONS: tl.constexpr,
+    nodes, slots, tokens, wanted, first, splits_each,
+    sor: tl.int64, sxr: tl.int64, sxt: tl.int64,
+    K: tl.constexpr, D: tl.constexpr, ITERATIONS: tl.constexpr,
     ENDPOINTS: tl.constexpr, EUCLIDEAN: tl.constexpr, MEANS: tl.constexpr, GAINED: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
@@ -193,8 +194,8 @@ def fit_kernel(
     )
     begin = first + tl.program_id(1) * splits_each
     fit_splits(
-        rows, live, gain, length, weight_ptr + pid * (2 * S * K), split_ptr + node * (3 * S),
-        direction_ptr + pid * (S * D), offset_ptr + pid * S, begin, begin + splits_each,
+        rows, live, gain, length, weight_ptr + pid * slots * (2 * K), split_ptr + node * slots * 3,
+        direction_ptr + pid * slots * D, offset_ptr + pid * slots, begin, begin + splits_each,
         K, D, ITERATIONS, ENDPOINTS, EUCLIDEAN,
     )
 
@@ -295,8 +296,9 @@ def launch_tree_fit(
         fit_kernel[(pairs, programs)](
             x, given(centres, x), squares, given(gain, squares), order, nodes, splits,
             weights, directions, given(offsets, squares),
-            count, tokens, landmarks, first, each, order.stride(0), x.stride(0), x.stride(1),
-            K=k, D=dim, S=slots, ITERATIONS=iterations, ENDPOINTS=endpoints, EUCLIDEAN=euclidean,
+            count, slots, tokens, landmarks, first, each,
+            order.stride(0), x.stride(0), x.stride(1),
+            K=k, D=dim, ITERATIONS=iterations, ENDPOINTS=endpoints, EUCLIDEAN=euclidean,
             MEANS=centres is not None, GAINED=gain is not None, num_warps=WARPS[k],
         )
     return directions, offsets

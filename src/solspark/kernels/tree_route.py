@@ -84,14 +84,12 @@ def select_pair(key, token, live, rank):
 
 
 @triton.jit
-def route_segment(
-    segment_ptr, score_ptr, size, capacity, slot, S: tl.constexpr, BLOCK: tl.constexpr
-):
+def route_segment(segment_ptr, score_ptr, size, capacity, slot, width, BLOCK: tl.constexpr):
     """Split one segment of at most BLOCK tokens in place; score_ptr stands at the tree."""
     i = tl.arange(0, BLOCK)
     live = i < size
     token = tl.load(segment_ptr + i, mask=live, other=0)
-    score = tl.load(score_ptr + token.to(tl.int64) * S + slot, mask=live, other=0.0)
+    score = tl.load(score_ptr + token.to(tl.int64) * width + slot, mask=live, other=0.0)
     key = ordered_key(score)
     cut, last = select_pair(key, token, live, capacity)
     left = live & ((key < cut) | ((key == cut) & (token <= last)))
@@ -103,22 +101,22 @@ def route_segment(
     tl.store(segment_ptr + place, token, mask=live)
 
 
-@triton.jit(do_not_specialize=["nodes", "tokens", "first"])
+@triton.jit(do_not_specialize=["nodes", "slots", "width", "tokens", "first"])
 def route_kernel(
-    order_ptr, score_ptr, node_ptr, split_ptr, nodes, tokens, first, sor: tl.int64,
-    S: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    order_ptr, score_ptr, node_ptr, split_ptr, nodes, slots, width, tokens, first, sor: tl.int64,
+    BLOCK: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
     tree = pid // nodes
     node = pid % nodes
     slot = first + tl.program_id(1)
     start = tl.load(node_ptr + node * 2)
-    split = split_ptr + (node * SLOTS + slot) * 3
+    split = split_ptr + (node * slots + slot) * 3
     size = tl.load(split + 1)
     if size > 0:
         segment = order_ptr + tree * sor + start + tl.load(split)
-        scores = score_ptr + tree * tokens * S
-        route_segment(segment, scores, size, tl.load(split + 2), slot, S, BLOCK)
+        scores = score_ptr + tree * tokens * width
+        route_segment(segment, scores, size, tl.load(split + 2), slot, width, BLOCK)
 
 
 @triton.jit
@@ -192,12 +190,11 @@ def select_stream(
     return (prefix - 2147483648).to(tl.int32), rank, count
 
 
-@triton.jit(do_not_specialize=["nodes", "tokens", "first"])
+@triton.jit(do_not_specialize=["nodes", "slots", "width", "tokens", "first"])
 def route_stream_kernel(
     order_ptr, score_ptr, node_ptr, split_ptr, key_ptr, moved_ptr, histogram_ptr, candidate_ptr,
-    nodes, tokens, first, sor: tl.int64,
-    S: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, CANDIDATES: tl.constexpr,
-    LINEAR: tl.constexpr, REMAINDER: tl.constexpr,
+    nodes, slots, width, tokens, first, sor: tl.int64,
+    CHUNK: tl.constexpr, CANDIDATES: tl.constexpr, LINEAR: tl.constexpr, REMAINDER: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
     tree = pid // nodes
@@ -207,7 +204,7 @@ def route_stream_kernel(
     histogram = histogram_ptr + program * BUCKETS
     candidates = candidate_ptr + program * 2 * CANDIDATES
     start = tl.load(node_ptr + node * 2)
-    split = split_ptr + (node * SLOTS + slot) * 3
+    split = split_ptr + (node * slots + slot) * 3
     size = tl.load(split + 1)
     capacity = tl.load(split + 2)
     if size > 0:
@@ -215,7 +212,7 @@ def route_stream_kernel(
         order = order_ptr + begin
         keys = key_ptr + begin
         moved = moved_ptr + begin
-        scores = score_ptr + tree * tokens * S
+        scores = score_ptr + tree * tokens * width
         i = tl.arange(0, CHUNK)
         bins = tl.arange(0, BUCKETS)
 
@@ -227,7 +224,7 @@ def route_stream_kernel(
         for base in range(0, size, CHUNK):
             live = base + i < size
             token = tl.load(order + base + i, mask=live, other=0).to(tl.int64)
-            score = tl.load(scores + token * S + slot, mask=live, other=0.0)
+            score = tl.load(scores + token * width + slot, mask=live, other=0.0)
             key = ordered_key(score)
             if REMAINDER:
                 key = -1 - key
@@ -338,12 +335,12 @@ def launch_tree_route(
     count, slots = splits.shape[:2]
     for depth, size in enumerate(sizes):
         grid = (trees * count, 2**depth)
-        common = {"S": scores.shape[2], "SLOTS": slots}
+        shape = (count, slots, scores.shape[2], tokens)
         if size <= REGISTER_TOKENS and not remainder:
             block, warps = register_config(size)
             route_kernel[grid](
-                order, scores, nodes, splits, count, tokens, 2**depth - 1, order.stride(0),
-                BLOCK=block, num_warps=warps, **common,
+                order, scores, nodes, splits, *shape, 2**depth - 1, order.stride(0),
+                BLOCK=block, num_warps=warps,
             )
             continue
         assert workspace is not None
@@ -352,7 +349,7 @@ def launch_tree_route(
         candidates = torch.empty(programs, 2 * CANDIDATES, dtype=torch.int32, device=order.device)
         route_stream_kernel[grid](
             order, scores, nodes, splits, *workspace, histogram, candidates,
-            count, tokens, 2**depth - 1, order.stride(0),
+            *shape, 2**depth - 1, order.stride(0),
             CHUNK=CHUNK, CANDIDATES=CANDIDATES, LINEAR=linear, REMAINDER=remainder,
-            num_warps=STREAM_WARPS, **common,
+            num_warps=STREAM_WARPS,
         )

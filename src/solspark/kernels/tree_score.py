@@ -28,12 +28,11 @@ def inverse_norm(square):
     return tl.where(square < float("inf"), inverse, float("nan"))
 
 
-@triton.jit(do_not_specialize=["nodes", "tiles", "tokens"])
+@triton.jit(do_not_specialize=["nodes", "slots", "tiles", "tokens"])
 def score_kernel(
     x_ptr, square_ptr, order_ptr, node_ptr, direction_ptr, offset_ptr, score_ptr,
-    nodes, tiles, tokens, sor: tl.int64, sxr: tl.int64, sxt: tl.int64,
-    D: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-    EUCLIDEAN: tl.constexpr,
+    nodes, slots, tiles, tokens, sor: tl.int64, sxr: tl.int64, sxt: tl.int64,
+    D: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, EUCLIDEAN: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
     tile = (pid % tiles).to(tl.int32)
@@ -52,20 +51,20 @@ def score_kernel(
         rows = x_ptr + tree * sxr + token[:, None] * sxt + offs_d[None, :]
         x = tl.load(rows, mask=live[:, None], other=0.0).to(tl.float32)
         square = tl.load(square_ptr + tree * tokens + token, mask=live, other=0.0)
-        known = (s < S - 1)[None, :]
-        columns = direction_ptr + pair * (S * D) + s[None, :] * D + offs_d[:, None]
-        direction = tl.load(columns, mask=known, other=0.0)
+        known = s < slots - 1
+        columns = direction_ptr + pair * slots * D + s[None, :] * D + offs_d[:, None]
+        direction = tl.load(columns, mask=known[None, :], other=0.0)
 
         # A row without a finite norm scores NaN.
         if EUCLIDEAN:
             score = 2.0 * tl.dot(x, direction, input_precision="ieee")
-            score += tl.load(offset_ptr + pair * S + s, mask=s < S - 1, other=0.0)[None, :]
+            score += tl.load(offset_ptr + pair * slots + s, mask=known, other=0.0)[None, :]
             score = tl.where((square < float("inf"))[:, None], score, float("nan"))
         else:
             unit = (x * inverse_norm(square)[:, None]).to(direction.dtype)
             score = tl.dot(unit, direction, input_precision="ieee")
-        target = score_ptr + (tree * tokens + token[:, None]) * S + s[None, :]
-        tl.store(target, score, mask=live[:, None] & (s < S)[None, :])
+        target = score_ptr + (tree * tokens + token[:, None]) * slots + s[None, :]
+        tl.store(target, score, mask=live[:, None] & known[None, :])
 
 
 def launch_tree_score(
@@ -83,8 +82,8 @@ def launch_tree_score(
     tiles = triton.cdiv(largest, ROWS)
     score_kernel[(trees * count * tiles,)](
         x, squares, order, nodes, directions, squares if offsets is None else offsets, scores,
-        count, tiles, tokens, order.stride(0), x.stride(0), x.stride(1),
-        D=dim, S=slots, WIDTH=max(16, slots), TILE=ROWS, EUCLIDEAN=offsets is not None,
+        count, slots, tiles, tokens, order.stride(0), x.stride(0), x.stride(1),
+        D=dim, WIDTH=max(16, slots), TILE=ROWS, EUCLIDEAN=offsets is not None,
         num_warps=4,
     )
 

@@ -20,7 +20,7 @@ from solspark.reference.hierarchy import CapacityHierarchy, capacity_hierarchy
 from solspark.reference.reblock import (
     ReblockOptions,
     ReblockResult,
-    inverse_norms,
+    norms_to_inverse,
 )
 from solspark.reference.reblock import as_result as wrap_permutation
 from solspark.reference.reblock import reblock as reference_reblock
@@ -337,6 +337,11 @@ def _text_of(options: ReblockOptions) -> str:
 def _options_of(text: str) -> ReblockOptions:
     """Return the options from their text."""
     return ReblockOptions(**dict(zip(OPTION_NAMES, ast.literal_eval(text), strict=True)))
+
+
+def inverse_norms(rows: Tensor) -> Tensor:
+    """Return 1 / max(|x|, 1e-12) of rows [..., D] in float32; NaN if |x|^2 is not finite."""
+    return norms_to_inverse(squared_norms(rows))
 
 
 def squared_norms(rows: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from solspark.types import (
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from solspark.diagnose import explain
     from solspark.methods.reblock import PreparedLandmarkTreeV2Permutation, spark_reblock
     from solspark.methods.sol import SolStats, get_sol_attn_backend, sol_attn
     from solspark.methods.spark import PackedConfig, packed_attention, spark_reweight
@@ -34,6 +35,7 @@ _SOURCES = {
     "PreparedLandmarkTreeV2Permutation": "solspark.methods.reblock",
     "SolStats": "solspark.methods.sol",
     "block_sparse_attention": "solspark.ops.block_sparse_attention",
+    "explain": "solspark.diagnose",
     "get_sol_attn_backend": "solspark.methods.sol",
     "implementations": "solspark.ops._dispatch",
     "last_call": "solspark.ops._dispatch",
@@ -60,6 +62,7 @@ __all__ = [
     "TokenGrid",
     "UnsupportedError",
     "block_sparse_attention",
+    "explain",
     "get_sol_attn_backend",
     "implementations",
     "last_call",

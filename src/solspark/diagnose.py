@@ -116,7 +116,7 @@ def operations() -> tuple[str, ...]:
     """Return every operation that has an implementation, in alphabetical order."""
     for found in pkgutil.iter_modules(ops.__path__, ops.__name__ + "."):
         importlib.import_module(found.name)
-    return tuple(sorted(_dispatch._registry))
+    return _dispatch.operations()
 
 
 def explain(call: AttentionCall) -> list[Served]:

@@ -59,7 +59,7 @@ def pool_kernel(
     skb: tl.int64, skt: tl.int64, skh: tl.int64,
     svb: tl.int64, svt: tl.int64, svh: tl.int64, sbb: tl.int64, sbh: tl.int64,
     D: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr,
-    HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_Q: tl.constexpr, HAS_V: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):
     # One grid axis: the other two end at 65,535 programs.
     pid = tl.program_id(0)
@@ -90,47 +90,46 @@ def pool_kernel(
             tl.store(qm_ptr + (bh * query_blocks + block) * D + offs_d, tl.sum(acc, axis=0) / count)
 
     # Keys and values: weights relative to the block's largest bias, so that exp never overflows.
-    if HAS_K:  # noqa: SIM102
-        if (which > 0) & (block < key_blocks):
-            live = offs_t < key_tokens
-            if HAS_BIAS:
-                bias = tl.load(
-                    bias_ptr + b * sbb + h * sbh + offs_t, mask=live, other=float("-inf")
+    if (which > 0) & (block < key_blocks):
+        live = offs_t < key_tokens
+        if HAS_BIAS:
+            bias = tl.load(
+                bias_ptr + b * sbb + h * sbh + offs_t, mask=live, other=float("-inf")
+            )
+            top = tl.max(bias, axis=0)
+            shift = tl.where(top == float("-inf"), 0.0, top)
+            mass = tl.sum(tl.exp(bias - shift))
+            tl.store(mass_ptr + bh * key_blocks + block, tl.log(mass) + shift, mask=which == 1)
+            mass = tl.where(mass == 0.0, 1.0, mass)
+        else:
+            shift = 0.0
+            mass = tl.sum(live.to(tl.float32))
+            tl.store(
+                mass_ptr + bh * key_blocks + block, tl.log(mass), mask=(bh == 0) & (which == 1)
+            )
+        out = (bh * key_blocks + block) * D + offs_d
+        bias_row = bias_ptr
+        if HAS_BIAS:
+            bias_row = bias_ptr + b * sbb + h * sbh
+        if which == 1:
+            mean = (
+                _weighted_sum(
+                    k_ptr + b * skb + h * skh, skt, bias_row, shift, block * BLOCK_T,
+                    key_tokens, D, BLOCK_T, ROWS, HAS_BIAS,
                 )
-                top = tl.max(bias, axis=0)
-                shift = tl.where(top == float("-inf"), 0.0, top)
-                mass = tl.sum(tl.exp(bias - shift))
-                tl.store(mass_ptr + bh * key_blocks + block, tl.log(mass) + shift, mask=which == 1)
-                mass = tl.where(mass == 0.0, 1.0, mass)
-            else:
-                shift = 0.0
-                mass = tl.sum(live.to(tl.float32))
-                tl.store(
-                    mass_ptr + bh * key_blocks + block, tl.log(mass), mask=(bh == 0) & (which == 1)
-                )
-            out = (bh * key_blocks + block) * D + offs_d
-            bias_row = bias_ptr
-            if HAS_BIAS:
-                bias_row = bias_ptr + b * sbb + h * sbh
-            if which == 1:
+                / mass
+            )
+            tl.store(km_ptr + out, mean.to(km_ptr.dtype.element_ty))
+        else:
+            if HAS_V:
                 mean = (
                     _weighted_sum(
-                        k_ptr + b * skb + h * skh, skt, bias_row, shift, block * BLOCK_T,
+                        v_ptr + b * svb + h * svh, svt, bias_row, shift, block * BLOCK_T,
                         key_tokens, D, BLOCK_T, ROWS, HAS_BIAS,
                     )
                     / mass
                 )
-                tl.store(km_ptr + out, mean.to(km_ptr.dtype.element_ty))
-            else:
-                if HAS_V:
-                    mean = (
-                        _weighted_sum(
-                            v_ptr + b * svb + h * svh, svt, bias_row, shift, block * BLOCK_T,
-                            key_tokens, D, BLOCK_T, ROWS, HAS_BIAS,
-                        )
-                        / mass
-                    )
-                    tl.store(vm_ptr + out, mean.to(vm_ptr.dtype.element_ty))
+                tl.store(vm_ptr + out, mean.to(vm_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["key_blocks"])
@@ -178,38 +177,28 @@ def statistics_kernel(
 
 def launch_pool(
     query: Tensor | None,
-    key: Tensor | None,
+    key: Tensor,
     value: Tensor | None,
     bias: Tensor | None,
     *,
     num_warps: int = 1,
     rows: int = 16,
-) -> tuple[
-    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
-]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Enqueue pooling; return (query_means, key_means, value_means, log_mass, key_mean, key_var).
 
-    bias: float32 [B, 1 or H, Lk], natural log, or None. log_mass is [B, H, NK], without a bias an
-    expanded view.
+    bias: float32 [B, 1 or H, Lk], natural log, or None. log_mass is [B, H, NK], or [1, 1, NK]
+    without a bias. The means of a tensor that is None are empty.
     """
-    some = query if query is not None else key
-    assert some is not None
-    batch, _, heads, dim = some.shape
-    device, dtype = some.device, some.dtype
+    batch, key_tokens, heads, dim = key.shape
     query_tokens = query.shape[1] if query is not None else 0
-    key_tokens = key.shape[1] if key is not None else 0
     nq, nk = block_count(query_tokens), block_count(key_tokens)
-    query_means = key_means = value_means = log_mass = key_mean = key_var = None
-    if query is not None:
-        query_means = torch.empty(batch, heads, nq, dim, device=device, dtype=torch.float32)
-    if key is not None:
-        key_means = torch.empty(batch, heads, nk, dim, device=device, dtype=dtype)
-        key_mean = torch.empty(batch, heads, dim, device=device, dtype=torch.float32)
-        key_var = torch.empty_like(key_mean)
-        shape = (batch, heads, nk) if bias is not None else (1, 1, nk)
-        log_mass = torch.empty(shape, device=device, dtype=torch.float32)
-        if value is not None:
-            value_means = torch.empty_like(key_means)
+    query_means = key.new_empty((batch, heads, nq, dim), dtype=torch.float32)
+    key_means = key.new_empty((batch, heads, nk, dim))
+    value_means = key.new_empty((batch, heads, nk if value is not None else 0, dim))
+    key_mean = key.new_empty((batch, heads, dim), dtype=torch.float32)
+    key_var = torch.empty_like(key_mean)
+    shape = (batch, heads, nk) if bias is not None else (1, 1, nk)
+    log_mass = key.new_empty(shape, dtype=torch.float32)
 
     def strides(x: Tensor | None) -> tuple[int, int, int]:
         return (x.stride(0), x.stride(1), x.stride(2)) if x is not None else (0, 0, 0)
@@ -221,15 +210,11 @@ def launch_pool(
         query, key, value, bias, query_means, key_means, value_means, log_mass,
         batch * heads, heads, query_tokens, key_tokens, nq, nk,
         *strides(query), *strides(key), *strides(value), *bias_strides,
-        D=dim, BLOCK_T=BLOCK, ROWS=rows,
-        HAS_Q=query is not None, HAS_K=key is not None, HAS_V=value is not None,
+        D=dim, BLOCK_T=BLOCK, ROWS=rows, HAS_Q=query is not None, HAS_V=value is not None,
         HAS_BIAS=bias is not None, num_warps=num_warps,
     )
-    if key is not None:
-        statistics_kernel[(batch * heads,)](
-            key_means, log_mass, key_mean, key_var, nk, D=dim, ROWS=64, HAS_BIAS=bias is not None,
-            num_warps=8,
-        )
-        assert log_mass is not None
-        log_mass = log_mass.expand(batch, heads, nk)
+    statistics_kernel[(batch * heads,)](
+        key_means, log_mass, key_mean, key_var, nk, D=dim, ROWS=64, HAS_BIAS=bias is not None,
+        num_warps=8,
+    )
     return query_means, key_means, value_means, log_mass, key_mean, key_var

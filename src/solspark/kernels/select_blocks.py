@@ -4,11 +4,12 @@
     tau:    scores[i, j] > thresholds[i]  (strict)
     always: sinks, the band |i - j| <= radius, every live block of a dense row; never a dead block
 
-One program per (batch, head, query block). The cut of top-k is found by bisection over the bits of
-an order-preserving integer key, at most 32 counts of a row that is a few KiB, and ends as soon as
-exactly k keys lie above it; nothing waits for the host. Rows are handled as [words, 32] tiles: a
-row of a tile is one packed word, so list positions need a short prefix sum over words only.
-Column flags: 1 candidate, 2 forced (sink).
+One program per (batch, head, query block) in both kernels. The first, for top-k only, finds the
+k-th largest score by bisection over the bits of an order-preserving integer key: at most 32 counts
+of a row that is a few KiB, fewer when exactly k keys lie above earlier. The second writes. It is
+one warp: a row is handled as [words, 32] tiles, so list positions need a prefix sum over a few
+words, and there is no barrier. Nothing waits for the host. Column flags: 1 candidate, 2 forced
+(sink).
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from torch import Tensor
 # Rows up to this many key blocks (131,072 tokens) stay in registers while the cut is searched;
 # longer ones are read again from L1.
 CHUNK = 2048
+
+# Key blocks that one warp writes at a time.
+WRITE_CHUNK = 512
 
 LOWEST_KEY = tl.constexpr(-2147483648)
 
@@ -43,62 +47,93 @@ def _candidate_keys(score_row, column_ptr, live_row, j, key_blocks, HAS_LIVE: tl
     return tl.where(ok, key, LOWEST_KEY)
 
 
+_CUT_FREE = ["heads", "query_blocks", "key_blocks", "top_k", "ssb", "ssh", "slb", "slh"]
+
+
+@triton.jit(do_not_specialize=_CUT_FREE)
+def cut_blocks_kernel(
+    scores_ptr,
+    column_ptr,
+    live_ptr,
+    cut_ptr,
+    spare_ptr,
+    heads,
+    query_blocks,
+    key_blocks,
+    top_k,
+    ssb: tl.int64,
+    ssh: tl.int64,
+    slb: tl.int64,
+    slh: tl.int64,
+    CHUNK: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+    SINGLE: tl.constexpr,
+):
+    pid = tl.program_id(0)
+    i = pid % query_blocks
+    bh = (pid // query_blocks).to(tl.int64)
+    b = bh // heads
+    h = bh % heads
+    score_row = scores_ptr + b * ssb + h * ssh + i.to(tl.int64) * key_blocks
+    live_row = live_ptr + b * slb + h * slh
+    offs = tl.arange(0, CHUNK)
+
+    # Build the k-th largest key bit by bit, the sign first.
+    cut = tl.full([], LOWEST_KEY, tl.int32)
+    weight = tl.full([], 0, tl.int32)
+    step = tl.full([], 0, tl.int32)
+    above = tl.full([], -1, tl.int32)
+    if SINGLE:
+        key = _candidate_keys(score_row, column_ptr, live_row, offs, key_blocks, HAS_LIVE)
+        k = tl.minimum(top_k, tl.sum((key != LOWEST_KEY).to(tl.int32)))
+        while (step < 32) & (above != k):
+            trial = tl.where(step == 0, 0, cut | weight)
+            above = tl.sum((key >= trial).to(tl.int32))
+            cut = tl.where(above >= k, trial, cut)
+            weight = tl.where(step == 0, 1073741824, weight >> 1)
+            step += 1
+        spare = k - tl.sum((key > cut).to(tl.int32))
+    else:
+        total = tl.zeros([CHUNK], dtype=tl.int32)
+        for start in range(0, key_blocks, CHUNK):
+            j = start + offs
+            key = _candidate_keys(score_row, column_ptr, live_row, j, key_blocks, HAS_LIVE)
+            total += (key != LOWEST_KEY).to(tl.int32)
+        k = tl.minimum(top_k, tl.sum(total))
+        while (step < 32) & (above != k):
+            trial = tl.where(step == 0, 0, cut | weight)
+            total = tl.zeros([CHUNK], dtype=tl.int32)
+            for start in range(0, key_blocks, CHUNK):
+                j = start + offs
+                key = _candidate_keys(score_row, column_ptr, live_row, j, key_blocks, HAS_LIVE)
+                total += (key >= trial).to(tl.int32)
+            above = tl.sum(total)
+            cut = tl.where(above >= k, trial, cut)
+            weight = tl.where(step == 0, 1073741824, weight >> 1)
+            step += 1
+        total = tl.zeros([CHUNK], dtype=tl.int32)
+        for start in range(0, key_blocks, CHUNK):
+            j = start + offs
+            key = _candidate_keys(score_row, column_ptr, live_row, j, key_blocks, HAS_LIVE)
+            total += (key > cut).to(tl.int32)
+        spare = k - tl.sum(total)
+    tl.store(cut_ptr + pid, cut)
+    tl.store(spare_ptr + pid, spare)
+
+
 _FREE = [
-    "heads",
-    "query_blocks",
-    "key_blocks",
-    "top_k",
-    "radius",
-    "words",
-    "width",
-    "ssb",
-    "ssh",
-    "stb",
-    "sth",
-    "slb",
-    "slh",
-    "sob",
-    "soh",
-    "sib",
-    "sih",
-    "scb",
-    "sch",
+    "heads", "query_blocks", "key_blocks", "radius", "words", "width", "ssb", "ssh", "stb", "sth",
+    "slb", "slh", "sob", "soh", "sib", "sih", "scb", "sch",
 ]
 
 
 @triton.jit(do_not_specialize=_FREE)
 def select_blocks_kernel(
-    scores_ptr,
-    thr_ptr,
-    column_ptr,
-    row_ptr,
-    live_ptr,
-    bits_ptr,
-    index_ptr,
-    count_ptr,
-    heads,
-    query_blocks,
-    key_blocks,
-    top_k,
-    radius,
-    words,
-    width,
-    ssb: tl.int64,
-    ssh: tl.int64,
-    stb: tl.int64,
-    sth: tl.int64,
-    slb: tl.int64,
-    slh: tl.int64,
-    sob: tl.int64,
-    soh: tl.int64,
-    sib: tl.int64,
-    sih: tl.int64,
-    scb: tl.int64,
-    sch: tl.int64,
-    CHUNK: tl.constexpr,
-    TOP_K: tl.constexpr,
-    HAS_LIVE: tl.constexpr,
-    SINGLE: tl.constexpr,
+    scores_ptr, thr_ptr, cut_ptr, spare_ptr, column_ptr, row_ptr, live_ptr, bits_ptr, index_ptr,
+    count_ptr, heads, query_blocks, key_blocks, radius, words, width, ssb: tl.int64, ssh: tl.int64,
+    stb: tl.int64, sth: tl.int64, slb: tl.int64, slh: tl.int64, sob: tl.int64, soh: tl.int64,
+    sib: tl.int64, sih: tl.int64, scb: tl.int64, sch: tl.int64, CHUNK: tl.constexpr,
+    TOP_K: tl.constexpr, HAS_LIVE: tl.constexpr,
 ):
     pid = tl.program_id(0)
     i = pid % query_blocks
@@ -111,47 +146,9 @@ def select_blocks_kernel(
     lane = tl.arange(0, 32)
     offs = offs_w[:, None] * 32 + lane[None, :]
 
-    # Top-k: build the k-th largest key bit by bit, the sign first.
-    cut = tl.full([], LOWEST_KEY, tl.int32)
-    spare = tl.full([], 0, tl.int32)
     if TOP_K:
-        weight = tl.full([], 0, tl.int32)
-        step = tl.full([], 0, tl.int32)
-        above = tl.full([], -1, tl.int32)
-        if SINGLE:
-            key = _candidate_keys(score_row, column_ptr, live_row, offs, key_blocks, HAS_LIVE)
-            k = tl.minimum(top_k, tl.sum((key != LOWEST_KEY).to(tl.int32)))
-            while (step < 32) & (above != k):
-                trial = tl.where(step == 0, 0, cut | weight)
-                above = tl.sum((key >= trial).to(tl.int32))
-                cut = tl.where(above >= k, trial, cut)
-                weight = tl.where(step == 0, 1073741824, weight >> 1)
-                step += 1
-            spare = k - tl.sum((key > cut).to(tl.int32))
-        else:
-            total = tl.zeros([CHUNK // 32, 32], dtype=tl.int32)
-            for start in range(0, key_blocks, CHUNK):
-                j = start + offs
-                key = _candidate_keys(score_row, column_ptr, live_row, j, key_blocks, HAS_LIVE)
-                total += (key != LOWEST_KEY).to(tl.int32)
-            k = tl.minimum(top_k, tl.sum(total))
-            while (step < 32) & (above != k):
-                trial = tl.where(step == 0, 0, cut | weight)
-                total = tl.zeros([CHUNK // 32, 32], dtype=tl.int32)
-                for start in range(0, key_blocks, CHUNK):
-                    j = start + offs
-                    key = _candidate_keys(score_row, column_ptr, live_row, j, key_blocks, HAS_LIVE)
-                    total += (key >= trial).to(tl.int32)
-                above = tl.sum(total)
-                cut = tl.where(above >= k, trial, cut)
-                weight = tl.where(step == 0, 1073741824, weight >> 1)
-                step += 1
-            total = tl.zeros([CHUNK // 32, 32], dtype=tl.int32)
-            for start in range(0, key_blocks, CHUNK):
-                j = start + offs
-                key = _candidate_keys(score_row, column_ptr, live_row, j, key_blocks, HAS_LIVE)
-                total += (key > cut).to(tl.int32)
-            spare = k - tl.sum(total)
+        cut = tl.load(cut_ptr + pid)
+        spare = tl.load(spare_ptr + pid)
     else:
         threshold = tl.load(thr_ptr + b * stb + h * sth + i)
 
@@ -195,19 +192,9 @@ def select_blocks_kernel(
 
 
 def launch_select_blocks(
-    scores: Tensor,
-    thresholds: Tensor | None,
-    columns: Tensor,
-    rows: Tensor,
-    live: Tensor | None,
-    bits: Tensor,
-    indices: Tensor,
-    counts: Tensor,
-    *,
-    top_k: int,
-    local_radius: int,
+    scores: Tensor, thresholds: Tensor | None, columns: Tensor, rows: Tensor, live: Tensor | None,
+    bits: Tensor, indices: Tensor, counts: Tensor, *, top_k: int, local_radius: int,
     chunk: int = CHUNK,
-    num_warps: int = 4,
 ) -> None:
     """Enqueue selection into bits [B, H, NQ, W], indices [B, H, NQ, M] and counts [B, H, NQ].
 
@@ -216,14 +203,38 @@ def launch_select_blocks(
     [B, 1 or H, NK] or None.
     """
     batch, heads, nq, nk = scores.shape
+    rows_total = batch * heads * nq
     thr = scores if thresholds is None else thresholds
     alive = columns if live is None else live
     live_strides = (0, 0)
     if live is not None:
         live_strides = (live.stride(0), live.stride(1) if live.shape[1] > 1 else 0)
-    select_blocks_kernel[(batch * heads * nq,)](
+    cut = spare = counts
+    if thresholds is None:
+        cut, spare = counts.new_empty(2, rows_total)
+        cut_blocks_kernel[(rows_total,)](
+            scores,
+            columns,
+            alive,
+            cut,
+            spare,
+            heads,
+            nq,
+            nk,
+            top_k,
+            scores.stride(0),
+            scores.stride(1),
+            *live_strides,
+            CHUNK=chunk,
+            HAS_LIVE=live is not None,
+            SINGLE=nk <= chunk,
+            num_warps=4,
+        )
+    select_blocks_kernel[(rows_total,)](
         scores,
         thr,
+        cut,
+        spare,
         columns,
         rows,
         alive,
@@ -233,7 +244,6 @@ def launch_select_blocks(
         heads,
         nq,
         nk,
-        top_k,
         local_radius,
         bits.shape[3],
         indices.shape[3],
@@ -248,9 +258,8 @@ def launch_select_blocks(
         indices.stride(1),
         counts.stride(0),
         counts.stride(1),
-        CHUNK=chunk,
+        CHUNK=WRITE_CHUNK,
         TOP_K=thresholds is None,
         HAS_LIVE=live is not None,
-        SINGLE=nk <= chunk,
-        num_warps=num_warps,
+        num_warps=1,
     )

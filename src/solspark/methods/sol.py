@@ -174,15 +174,14 @@ def sol_attn(
     else:
         with _dispatch.collect_records() as records:
             out, lse, counts = _attend(query, key, value, bias, options)
-    exact_blocks = counts.sum()
     total_blocks = counts.numel() * blocks
-    _record(call, records, exact_blocks, total_blocks)
+    _record(call, records, counts, total_blocks)
     result: list[Any] = [out]
     if return_lse:
         result.append(lse)
     if return_stats:
         served = {record.operation: record.implementation for record in records}
-        result.append(SolStats(exact_blocks, total_blocks, top_k, served))
+        result.append(SolStats(counts.sum(), total_blocks, top_k, served))
     return result[0] if len(result) == 1 else tuple(result)
 
 
@@ -283,7 +282,7 @@ def mean_summaries(pooled: Pooled) -> BlockSummaries:
 
 
 def _record(
-    call: AttentionCall, records: list[CallRecord], exact_blocks: Tensor, total_blocks: int
+    call: AttentionCall, records: list[CallRecord], counts: Tensor, total_blocks: int
 ) -> None:
     """Record the whole call as its attention's, with what each operation declined."""
     if not records:
@@ -295,7 +294,7 @@ def _record(
         for name, why in record.declined
     )
     attention = served["block_sparse_attention"].implementation
-    _dispatch.record(CallRecord("sol_attn", attention, call, declined, exact_blocks, total_blocks))
+    _dispatch.record(CallRecord("sol_attn", attention, call, declined, counts, total_blocks))
 
 
 def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int, int, int]:

@@ -117,6 +117,11 @@ def implementations(operation: str) -> tuple[str, ...]:
     return tuple(item.name for item in _implementations(operation))
 
 
+def operations() -> tuple[str, ...]:
+    """Return the names of the operations registered so far, in alphabetical order."""
+    return tuple(sorted(_registry))
+
+
 def reasons(operation: str, impl: str, call: AttentionCall) -> list[str]:
     """Return why an implementation cannot serve a call, one string an obstacle; empty if it can."""
     for item in _implementations(operation):

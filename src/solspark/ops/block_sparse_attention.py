@@ -137,7 +137,7 @@ def block_sparse_attention(
     out, lse = choice.run(
         query, key, value, plan, summaries, scale, bias, tail, kv_splits, return_lse
     )
-    choice.record(plan.counts.sum(), plan.counts.numel() * plan.key_blocks)
+    choice.record(plan.counts, plan.counts.numel() * plan.key_blocks)  # summed when read
     return (out, lse) if return_lse else out
 
 

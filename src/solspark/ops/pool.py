@@ -179,35 +179,24 @@ def _mean_chunks(rows: Tensor, weights: Tensor | None, block: int) -> Tensor:
 def _launch(
     query: Tensor | None, key: Tensor, value: Tensor | None, key_bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the Triton kernels; a mean that was not asked for comes back empty."""
+    """Launch the Triton kernels; means that were not asked for come back empty."""
     from solspark.kernels.pool import launch_pool
 
-    query_means, key_means, value_means, *statistics = launch_pool(query, key, value, key_bias)
-    nothing = key.new_empty(0)
-    return (
-        nothing if query_means is None else query_means,
-        key_means,
-        key.new_empty(0) if value_means is None else value_means,
-        *statistics,
-    )
+    return launch_pool(query, key, value, key_bias)
 
 
 @_launch.register_fake
 def _(query, key, value, key_bias):
     batch, tokens, heads, head_dim = key.shape
     blocks = block_count(tokens)
-    means = key.new_empty((batch, heads, blocks, head_dim))
+    query_blocks = 0 if query is None else block_count(query.shape[1])
     statistics = key.new_empty((batch, heads, head_dim), dtype=torch.float32)
-    shape = (1, 1, blocks) if key_bias is None else (batch, heads, blocks)
-    query_means = key.new_empty(0)
-    if query is not None:
-        shape_q = (batch, heads, block_count(query.shape[1]), head_dim)
-        query_means = key.new_empty(shape_q, dtype=torch.float32)
+    mass_shape = (1, 1, blocks) if key_bias is None else (batch, heads, blocks)
     return (
-        query_means,
-        means,
-        key.new_empty(0) if value is None else torch.empty_like(means),
-        key.new_empty(shape, dtype=torch.float32),
+        key.new_empty((batch, heads, query_blocks, head_dim), dtype=torch.float32),
+        key.new_empty((batch, heads, blocks, head_dim)),
+        key.new_empty((batch, heads, blocks if value is not None else 0, head_dim)),
+        key.new_empty(mass_shape, dtype=torch.float32),
         statistics,
         torch.empty_like(statistics),
     )

@@ -116,7 +116,10 @@ def plan_sol(
                 tau=tau,
                 kind=thresh_type,
                 live=live_here,
-                impl=_dispatch.where_available("thresholds", impl),
+                # "exact" thresholds are matrix products and have no kernel of their own.
+                impl=_dispatch.where_available(
+                    "thresholds", impl if thresh_type == "diag" else None
+                ),
             )
         parts.append(
             select_blocks(

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from solspark.ops.permute import permute, unpermute
+from solspark.testing import nan_filled_allocations
 
 
 def permutations(batch: int, heads: int, video: int, seed: int = 0) -> torch.Tensor:
@@ -102,3 +103,11 @@ def test_equals_the_eager_copy_on_a_gpu(dtype: torch.dtype):
         (fused[:, :, 1], order, False),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+def test_every_row_is_written():
+    x, order = torch.randn(2, 37, 5, 16), permutations(2, 5, 30)
+    with nan_filled_allocations():
+        moved = permute(x, order)
+        back = unpermute(moved, order)
+    assert moved.isfinite().all() and back.equal(x)

@@ -16,6 +16,7 @@ from solspark.reference import reblock as reference
 from solspark.reference.hierarchy import FANOUT_MODES
 from solspark.reference.initial_order import INITIAL_ORDERS
 from solspark.reference.reblock import ReblockOptions
+from solspark.testing import nan_filled_allocations
 from solspark.types import TokenGrid
 
 
@@ -360,3 +361,13 @@ def test_a_production_shape_on_a_gpu():
     identity = ops.reblock(zeros, grid_shape=grid, options=options).permutation
     rest = grid.tokens % 64
     assert identity[0].tolist() == [*range(rest, grid.tokens), *range(rest)]
+
+
+def test_nothing_is_read_before_it_is_written():
+    grid, x = TokenGrid(3, 10, 11), gaussian(2, 330, 16)
+    plain = ops.reblock(x, grid_shape=grid)
+    with nan_filled_allocations():
+        again = ops.reblock(x, grid_shape=grid)
+    assert again.permutation.equal(plain.permutation)
+    assert again.inverse_permutation is not None and plain.inverse_permutation is not None
+    assert again.inverse_permutation.equal(plain.inverse_permutation)

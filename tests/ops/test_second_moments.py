@@ -10,6 +10,7 @@ from solspark.ops import _dispatch
 from solspark.ops import second_moments as ops
 from solspark.reference import second_moments as reference
 from solspark.reference.reblock import squared_norms
+from solspark.testing import nan_filled_allocations
 from solspark.types import TokenGrid
 
 GRID = TokenGrid(5, 7, 11)
@@ -214,3 +215,12 @@ def test_kernels_are_close_on_a_gpu(dtype: torch.dtype):
     oracle = reference.features(x.double(), rounded.to(dtype).double())
     assert_close(out.cpu(), reference.features(x, factor), oracle)
     assert squares.cpu().equal(squared_norms(out.cpu()))
+
+
+def test_nothing_is_read_before_it_is_written():
+    q, k = rows(0, torch.bfloat16), rows(1, torch.bfloat16)
+    plain = ops.reblock_features(q, k, grid=GRID)
+    with nan_filled_allocations():
+        again = ops.reblock_features(q, k, grid=GRID)
+    for one, other in zip(again, plain, strict=True):
+        assert one is not None and other is not None and one.equal(other)

@@ -30,6 +30,8 @@ OPERATIONS = {
     "select_blocks": "select_blocks",
     "block_sparse_attention": "block_sparse_attention",
     "merge": "merge",
+    "features": "second_moments",
+    "metric_factor": "second_moments",
 }
 """Operation -> the module in `solspark.ops` that registers it; others have their own name."""
 

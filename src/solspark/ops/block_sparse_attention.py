@@ -543,7 +543,6 @@ def _fake_out(query: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), query.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("solspark::block_sparse_attention", mutates_args=())
 def _launch_triton(
     query: Tensor,
     key: Tensor,
@@ -581,12 +580,16 @@ def _launch_triton(
     return out, query.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
-@_launch_triton.register_fake
+_triton_operator = torch.library.custom_op(
+    "solspark::block_sparse_attention", _launch_triton, mutates_args=()
+)
+
+
+@_triton_operator.register_fake
 def _(query, *rest):
     return _fake_out(query, rest[-1])
 
 
-@torch.library.custom_op("solspark::block_sparse_attention_hopper", mutates_args=())
 def _launch_hopper(
     query: Tensor,
     key: Tensor,
@@ -620,7 +623,12 @@ def _launch_hopper(
     return out, query.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
-@_launch_hopper.register_fake
+_hopper_operator = torch.library.custom_op(
+    "solspark::block_sparse_attention_hopper", _launch_hopper, mutates_args=()
+)
+
+
+@_hopper_operator.register_fake
 def _(query, *rest):
     return _fake_out(query, rest[-1])
 
@@ -668,9 +676,11 @@ def _run_kernel(
         if bias is not None:
             # Its matrix products read values as they lie in memory, and 0 * NaN is NaN.
             value = value.masked_fill((bias == -math.inf).transpose(1, 2)[..., None], 0.0)
-        return _launch_hopper(query, key, value, *lists, *stored, bias, scale, return_lse)
+        launch = _triton.entry(_hopper_operator, _launch_hopper)
+        return launch(query, key, value, *lists, *stored, bias, scale, return_lse)
     options = (scale, tail, kv_splits, return_lse)
-    return _launch_triton(query, key, value, *lists, *stored, bias, *options)
+    launch = _triton.entry(_triton_operator, _launch_triton)
+    return launch(query, key, value, *lists, *stored, bias, *options)
 
 
 HALF = (torch.float16, torch.bfloat16)

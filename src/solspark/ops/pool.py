@@ -175,7 +175,6 @@ def _mean_chunks(rows: Tensor, weights: Tensor | None, block: int) -> Tensor:
     return means
 
 
-@torch.library.custom_op("solspark::pool", mutates_args=())
 def _launch(
     query: Tensor | None, key: Tensor, value: Tensor | None, key_bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -185,7 +184,10 @@ def _launch(
     return launch_pool(query, key, value, key_bias)
 
 
-@_launch.register_fake
+_operator = torch.library.custom_op("solspark::pool", _launch, mutates_args=())
+
+
+@_operator.register_fake
 def _(query, key, value, key_bias):
     batch, tokens, heads, head_dim = key.shape
     blocks = block_count(tokens)
@@ -206,9 +208,9 @@ def _run_triton(
     query: Tensor | None, key: Tensor, value: Tensor | None, key_bias: Tensor | None, block: int
 ) -> Pooled:
     """Pool in two launches; every input element is read once."""
-    query_means, key_means, value_means, log_mass, key_mean, key_var = _launch(
-        query, key, value, key_bias
-    )
+    query_means, key_means, value_means, log_mass, key_mean, key_var = _triton.entry(
+        _operator, _launch
+    )(query, key, value, key_bias)
     return Pooled(
         query_means if query is not None else None,
         key_means,

@@ -178,7 +178,6 @@ def _eager_thresholds(
     return a * mean + tau * (a * a * variance + VARIANCE_FLOOR).sqrt()
 
 
-@torch.library.custom_op("solspark::score_blocks", mutates_args=())
 def _launch_scores(query_means: Tensor, key_means: Tensor, scale_log2: float) -> Tensor:
     """Launch the Triton kernel of the scores."""
     from solspark.kernels.score_blocks import launch_score_blocks
@@ -186,17 +185,20 @@ def _launch_scores(query_means: Tensor, key_means: Tensor, scale_log2: float) ->
     return launch_score_blocks(query_means, key_means, scale_log2=scale_log2)
 
 
-@_launch_scores.register_fake
+_score_operator = torch.library.custom_op("solspark::score_blocks", _launch_scores, mutates_args=())
+
+
+@_score_operator.register_fake
 def _(query_means, key_means, scale_log2):
     return query_means.new_empty((*query_means.shape[:3], key_means.shape[2]))
 
 
 def _triton_scores(query_means: Tensor, key_means: Tensor, scale: float) -> Tensor:
     """Score with products in the input type, the query mean split into two terms of it."""
-    return _launch_scores(_rows(query_means), _rows(key_means), scale * LOG2_E)
+    launch = _triton.entry(_score_operator, _launch_scores)
+    return launch(_rows(query_means), _rows(key_means), scale * LOG2_E)
 
 
-@torch.library.custom_op("solspark::thresholds", mutates_args=())
 def _launch_thresholds(
     query_means: Tensor, key_mean: Tensor, key_var: Tensor, scale_log2: float, tau: float
 ) -> Tensor:
@@ -206,7 +208,12 @@ def _launch_thresholds(
     return launch_thresholds(query_means, key_mean, key_var, scale_log2=scale_log2, tau=tau)
 
 
-@_launch_thresholds.register_fake
+_threshold_operator = torch.library.custom_op(
+    "solspark::thresholds", _launch_thresholds, mutates_args=()
+)
+
+
+@_threshold_operator.register_fake
 def _(query_means, key_mean, key_var, scale_log2, tau):
     return query_means.new_empty(query_means.shape[:3])
 
@@ -223,7 +230,8 @@ def _triton_thresholds(
     """Compute the diag thresholds in one pass over the query means."""
     assert key_mean is not None
     tensors = (query_means.contiguous(), key_mean.contiguous(), spread.contiguous())
-    return _launch_thresholds(*tensors, scale * LOG2_E, tau)
+    launch = _triton.entry(_threshold_operator, _launch_thresholds)
+    return launch(*tensors, scale * LOG2_E, tau)
 
 
 def _rows(means: Tensor) -> Tensor:

@@ -267,7 +267,6 @@ def _largest(scores: Tensor, candidate: Tensor, count: int) -> Tensor:
     return above | (level & (level.cumsum(-1) <= room))
 
 
-@torch.library.custom_op("solspark::select_blocks", mutates_args=())
 def _launch(
     scores: Tensor,
     thresholds: Tensor | None,
@@ -307,7 +306,10 @@ def _launch(
     return bits, indices, counts
 
 
-@_launch.register_fake
+_operator = torch.library.custom_op("solspark::select_blocks", _launch, mutates_args=())
+
+
+@_operator.register_fake
 def _(scores, thresholds, top_k, candidates, sinks, dense_rows, local_radius, live, width):
     return _empty_plan(scores, width)
 
@@ -337,7 +339,7 @@ def _run_triton(
 ) -> BlockPlan:
     """Select in one launch, row by row."""
     width = list_width(scores.shape[3], top_k, sinks, dense_rows, local_radius)
-    bits, indices, counts = _launch(
+    bits, indices, counts = _triton.entry(_operator, _launch)(
         scores.contiguous(),
         None if thresholds is None else thresholds.contiguous(),
         0 if top_k is None else min(top_k, scores.shape[3]),

@@ -349,3 +349,44 @@ def test_h3_is_followed_with_its_packed_layout():
     layout = sparse[0][4]
     assert layout.kinds == ("text", "audio", "video") and layout.length == sparse[0][3]
     assert all(call[0] == "dynamic" for call in calls if call[1] != "transformer")
+
+
+def test_dense_steps_of_a_sparse_run_are_the_plain_backend_bit_for_bit():
+    model, inputs = tiny_flux(), flux_inputs()
+    want = run(model, inputs)
+    router = router_with(enabled=True, budget=0.25, schedule_steps=1, schedule_bump=0.75)
+    undo = router.install()
+    unfollow = follow(router, model, steps=4)
+    outs = [run(model, inputs) for _ in range(4)]
+    unfollow()
+    undo()
+    assert torch.equal(outs[0], want) and torch.equal(outs[3], want)
+    assert not torch.equal(outs[1], want) and torch.equal(outs[1], outs[2])
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize(
+    "shape", [(420,), (1, 420), (2, 1, 1, 420), (2, 1, 420, 420), (2, 2, 420, 420), (420, 420)]
+)
+def test_no_mask_is_ever_ignored(kind, shape):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 2, 420, 64, generator=generator) for _ in range(3))
+    mask = torch.rand(shape, generator=generator) > 0.3
+    mask[..., :20] = True
+    shown = mask
+    if kind == "float":
+        mask = torch.zeros(shape).masked_fill(~mask, float("-inf"))
+    router = router_with(enabled=True, budget=0.25)
+    undo = router.install()
+    router.context.begin()
+    with router.context.as_role("transformer"):
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    last = router.last_call()
+    undo()
+    # A mask without query rows goes sparse, any other keeps the call dense: never without it.
+    row_free = len(shape) == 1 or shape[-2] == 1
+    assert (last.selection is not None) == row_free
+    if last.selection is not None:
+        shown = shown & last.selection.token_mask()
+    want = F.scaled_dot_product_attention(query, key, value, attn_mask=shown)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)

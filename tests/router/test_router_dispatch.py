@@ -495,6 +495,23 @@ def test_an_unknown_option_stops_the_install_and_leaves_torch_alone():
     assert torch.backends.cuda.flash_sdp_enabled() == flash
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"backends": "Flex attention"}, r"config\.backends.*'Flex attention'"),
+        ({"dynamic_slice_gib": 0.0}, r"config\.dynamic_slice_gib.*0\.0"),
+        ({"quantized_matmul": "int4"}, r"config\.quantized_matmul.*'int4'"),
+        ({"quantized_pv": "int4"}, r"config\.quantized_pv.*'int4'"),
+        ({"quantized_hadamard": 12}, r"config\.quantized_hadamard.*12"),
+        ({"quantized_granularity": "head"}, r"config\.quantized_granularity.*'head'"),
+        ({"sdp_kernels": frozenset()}, r"config\.sdp_kernels.*none"),
+    ],
+)
+def test_settings_are_checked(settings, words):
+    with pytest.raises(ValueError, match=words):
+        RouterConfig(**settings)
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_the_wrapper_survives_compilation_in_one_graph(sparse):
     served = []

@@ -74,11 +74,11 @@ def quantize(
     return result
 
 
-def check_hadamard(hadamard: int) -> int:
+def check_hadamard(hadamard: int, name: str = "hadamard") -> int:
     """Return the rotation's group size, or raise unless it is 0 or a power of two in 4..1024."""
-    _checks.check_int("hadamard", hadamard, 0, 1024)
+    _checks.check_int(name, hadamard, 0, 1024)
     if hadamard and (hadamard < 4 or hadamard & (hadamard - 1)):
-        raise ValueError(f"hadamard: expected 0 or a power of two in [4, 1024], got {hadamard}")
+        raise ValueError(f"{name}: expected 0 or a power of two in [4, 1024], got {hadamard}")
     return hadamard
 
 

@@ -108,6 +108,7 @@ class Constraints:
         dtypes: the accepted dtypes of query; key and value must then have the same one.
         head_dims: accepted values of query.shape[-1].
         max_head_dim: largest query.shape[-1].
+        head_dim_multiple: query.shape[-1] must be a multiple of it.
         same_value_dim: value.shape[-1] must equal query.shape[-1].
         min_tokens: fewest tokens of query and of key (either one below declines).
         min_long_side: at least one of the two lengths must exceed it (a text encoder has neither).
@@ -123,6 +124,7 @@ class Constraints:
     same_device: bool = False
     head_dims: frozenset[int] = frozenset()
     max_head_dim: int = 0
+    head_dim_multiple: int = 0
     min_tokens: int = 0
     min_long_side: int = 0
     min_heads: int = 0
@@ -158,6 +160,8 @@ class Constraints:
             yield f"head_dim {head_dim} is not one of {sorted(self.head_dims)}"
         if self.max_head_dim and head_dim > self.max_head_dim:
             yield f"head_dim {head_dim} exceeds {self.max_head_dim}"
+        if self.head_dim_multiple and head_dim % self.head_dim_multiple:
+            yield f"head_dim {head_dim} is not a multiple of {self.head_dim_multiple}"
         if self.same_value_dim and value.shape[-1] != head_dim:
             yield f"value's head_dim {value.shape[-1]} differs from query's {head_dim}"
         if self.min_tokens or self.min_long_side:

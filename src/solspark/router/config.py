@@ -8,6 +8,9 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+from solspark import _checks
+from solspark.ops.quantize import GRANULARITIES, check_hadamard
+from solspark.reference.quantized_attention import OPERANDS
 from solspark.router.backend import Platform
 
 SDP_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
@@ -145,6 +148,14 @@ class RouterConfig:
                 raise ValueError(
                     f"config.{name}: expected a positive size, got {getattr(self, name)!r}"
                 )
+
+        for name in ("quantized_matmul", "quantized_pv"):
+            _checks.check_choice(f"config.{name}", getattr(self, name), OPERANDS)
+        _checks.check_bool("config.quantized_smooth_k", self.quantized_smooth_k)
+        _checks.check_choice(
+            "config.quantized_granularity", self.quantized_granularity, GRANULARITIES
+        )
+        check_hadamard(self.quantized_hadamard, "config.quantized_hadamard")
 
     def setting(self, name: str) -> Any:
         """Return the value of one watched setting; KeyError when no setting has that name."""

@@ -28,6 +28,7 @@ from solspark.router.backend import (
     RouteCall,
     detect_platform,
 )
+from solspark.router.backends import builtin_registry
 from solspark.router.chain import ORIGINAL_NAME, RoutePlan, build_plan
 from solspark.router.config import SPARSE_SETTINGS, RouterConfig, default_labels
 from solspark.router.context import RouteContext
@@ -93,8 +94,6 @@ class Router:
         registry: Registry | None = None,
         platform: Platform | None = None,
     ):
-        from solspark.router.backends import builtin_registry
-
         self.config = config or RouterConfig()
         self.registry = registry if registry is not None else builtin_registry()
         self.platform = platform or detect_platform()

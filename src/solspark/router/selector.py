@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from solspark.ops.select_blocks import plan_from_mask
 from solspark.router.layout import TokenLayout, tile_pins
 from solspark.types import BLOCK, BlockPlan, block_count
 
@@ -76,8 +77,6 @@ class Selection:
 
     def block_plan(self, batch: int, heads: int) -> BlockPlan:
         """Return the selection as a plan for `batch` samples of `heads` query heads."""
-        from solspark.ops.select_blocks import plan_from_mask
-
         mask = self.block_mask().expand(batch, heads, -1, -1)
         return plan_from_mask(mask, query_tokens=self.query_tokens, key_tokens=self.key_tokens)
 

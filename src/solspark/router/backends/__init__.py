@@ -45,6 +45,7 @@ CLOSED_GATES: dict[str, Constraints] = {
     "triton": Constraints(
         min_ndim=4,
         max_head_dim=128,
+        head_dim_multiple=8,
         allow_mask=False,
         same_device=True,
         dtypes=_FLOAT,
@@ -91,6 +92,7 @@ CLOSED_GATES: dict[str, Constraints] = {
         min_long_side=512,
         min_heads=2,
         max_head_dim=128,
+        head_dim_multiple=8,
         same_device=True,
         dtypes=_FLOAT,
         allow_dropout=False,

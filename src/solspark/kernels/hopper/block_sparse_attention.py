@@ -303,7 +303,7 @@ def _consumer(
 
 _FREE = [
     "groups", "heads", "group", "query_tokens", "key_tokens", "query_blocks", "key_blocks", "words",
-    "tiles", "scale_log2", "soh", "slt", "slh", "sbh", "smp", "smh", "sph", "sch",
+    "width", "tiles", "scale_log2", "soh", "slt", "slh", "sbh", "smp", "smh", "sph", "sch",
 ]
 
 
@@ -318,7 +318,7 @@ _UNALIGNED = [
 def block_sparse_attention_kernel(
     q_desc, k_desc, v_desc, ks_desc, vs_desc, o_ptr, lse_ptr, bias_ptr, bits_ptr, count_ptr, lm_ptr,
     parent_ptr, entry_ptr, union_ptr,
-    groups, heads, group, query_tokens, key_tokens, query_blocks, key_blocks, words, tiles,
+    groups, heads, group, query_tokens, key_tokens, query_blocks, key_blocks, words, width, tiles,
     scale_log2,
     sot: gl.int64, soh: gl.int64, slt: gl.int64, slh: gl.int64, sbh: gl.int64,
     smp: gl.int64, smh: gl.int64, sph: gl.int64, sch: gl.int64,
@@ -356,7 +356,7 @@ def block_sparse_attention_kernel(
         _tma_load(q_desc, [head, (block0 + i) * BLOCK_T, 0], q_full, q_bufs.index(i))
 
     count = gl.load(union_ptr + head * groups + g)
-    entry_row = entry_ptr + (head64 * groups + g) * key_blocks
+    entry_row = entry_ptr + (head64 * groups + g) * width
     count_row = count_ptr + head64 * sch
     # A pass over the summaries for each parent; one, when the three query blocks share it.
     passes = 1
@@ -490,7 +490,7 @@ def launch_block_sparse_attention(
             plan.bits[b], plan.counts[b], mass, parents if parents is not None else plan.counts,
             entries[b], union_counts[b],
             groups, heads, heads // key_heads, query_tokens, key_tokens, plan.query_blocks, nk,
-            plan.bits.shape[3], triton.cdiv(nk, BLOCK), scale * LOG2E.value,
+            plan.bits.shape[3], entries.shape[3], triton.cdiv(nk, BLOCK), scale * LOG2E.value,
             out.stride(1), out.stride(2), heads, 1,
             bias.stride(1) if bias is not None and bias.shape[1] > 1 else 0, *mass_strides,
             plan.bits.stride(1), plan.counts.stride(1),

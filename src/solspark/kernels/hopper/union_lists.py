@@ -18,11 +18,13 @@ from ...types import BlockPlan
 
 # fmt: off
 @triton.jit(
-    do_not_specialize=["groups", "heads", "query_blocks", "key_blocks", "words", "spb", "sph"]
+    do_not_specialize=[
+        "groups", "heads", "query_blocks", "key_blocks", "words", "width", "spb", "sph",
+    ]
 )
 def union_lists_kernel(
     bits_ptr, entry_ptr, count_ptr, groups, heads, query_blocks, key_blocks, words,
-    spb: tl.int64, sph: tl.int64, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    width, spb: tl.int64, sph: tl.int64, GROUP: tl.constexpr, CHUNK: tl.constexpr,
 ):
     pid = tl.program_id(0)
     g = pid % groups
@@ -44,24 +46,26 @@ def union_lists_kernel(
             flags += ((word >> (j & 31)) & 1) << c
         wanted = (flags != 0).to(tl.int32)
         place = written + tl.cumsum(wanted, axis=0) - 1
-        tl.store(entry_ptr + row * key_blocks + place, (j << 4) | flags, mask=wanted != 0)
+        tl.store(entry_ptr + row * width + place, (j << 4) | flags, mask=wanted != 0)
         written += tl.sum(wanted)
     tl.store(count_ptr + row, written)
 
 
 def launch_union_lists(plan: BlockPlan, group: int) -> tuple[Tensor, Tensor]:
-    """Enqueue the unions; return int32 entries [B, H, G, NK] and counts [B, H, G].
+    """Enqueue the unions; return int32 entries [B, H, G, width] and counts [B, H, G].
 
-    G = ceil(NQ / group), group <= 4. Rows of the plan's bits are contiguous.
+    G = ceil(NQ / group), group <= 4; width is what lists of the plan's width can unite to. Rows of
+    the plan's bits are contiguous.
     """
     batch, heads, nq = plan.counts.shape
     groups = triton.cdiv(nq, group)
+    width = max(1, min(plan.key_blocks, group * plan.indices.shape[3]))
     entries = torch.empty(
-        batch, heads, groups, plan.key_blocks, device=plan.bits.device, dtype=torch.int32
+        batch, heads, groups, width, device=plan.bits.device, dtype=torch.int32
     )
     counts = torch.empty(batch, heads, groups, device=plan.bits.device, dtype=torch.int32)
     union_lists_kernel[(batch * heads * groups,)](
         plan.bits, entries, counts, groups, heads, nq, plan.key_blocks, plan.bits.shape[3],
-        plan.bits.stride(0), plan.bits.stride(1), GROUP=group, CHUNK=1024, num_warps=4,
+        width, plan.bits.stride(0), plan.bits.stride(1), GROUP=group, CHUNK=1024, num_warps=4,
     )
     return entries, counts

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from solspark.errors import UnsupportedError
 from solspark.methods import spark_call
+from solspark.methods.reblock import PreparedLandmarkTreeV2Permutation
 from solspark.methods.spark import (
     PRESETS,
     RESOLVED_EXECUTIONS,
@@ -22,6 +23,7 @@ from solspark.methods.spark import (
 from solspark.methods.spark_order import plan_orders
 from solspark.ops.permute import permute, unpermute
 from solspark.ops.pool import pool
+from solspark.ops.reblock import squared_norms
 from solspark.ops.select_blocks import mask_from_plan
 from solspark.plan.layout import PackedLayout
 from solspark.plan.routing import plan_tau, plan_top_k
@@ -574,6 +576,41 @@ def test_layout_reuse_shares_one_order():
     assert one.query.data_ptr() == one.key.data_ptr() and torch.equal(one.key, both.key)
     assert other.query.data_ptr() == other.key.data_ptr() and torch.equal(other.key, both.query)
     assert not torch.equal(both.query, both.key)
+
+
+@pytest.mark.parametrize(
+    ("options", "known"),
+    [
+        ({}, True),
+        ({"mean_mode": "input_unit"}, True),
+        ({"m2_side": "key", "layout_reuse": "q_from_k", "frozen_remainder": False}, True),
+        ({"m2_side": "query", "layout_reuse": "q_from_k", "frozen_remainder": False}, False),
+        ({"m2_side": "key", "frozen_remainder": False}, False),
+        ({"m2_side": "none", "frozen_remainder": False}, False),
+        ({"m2_estimator": "full"}, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_known_from_the_features_change_no_order(options, known, dtype, monkeypatch):
+    grid = TokenGrid(5, 9, 12)
+    run, given = PreparedLandmarkTreeV2Permutation.run, []
+
+    def alone(plan, features, *, squares, **others):
+        given.append((squares, squared_norms(features)))
+        return run(plan, features, **others)
+
+    config, cache = ReblockConfig(**options), {}
+    tensors = [make_qkv(2, grid.tokens + 5, 3, 64, dtype=dtype, seed=seed)[:2] for seed in (1, 2)]
+    # One cache: the second call must not read the norms that the first one left behind.
+    found = [plan_orders(*each, grid, config, cache) for each in tensors]
+    monkeypatch.setattr(PreparedLandmarkTreeV2Permutation, "run", alone)
+    for each, mine in zip(tensors, found, strict=True):
+        plain = plan_orders(*each, grid, config, {})
+        assert torch.equal(mine.query, plain.query) and torch.equal(mine.key, plain.key)
+    for squares, expected in given:
+        assert (squares is not None) == known
+        assert squares is None or torch.equal(squares, expected)
 
 
 def test_ablations_keep_the_baselines_remainder():

@@ -66,10 +66,15 @@ def plan_orders(
     plan = _prepared(query, grid, config, cache, impl)
     shape = (len(sides), query.shape[0], query.shape[2], video, query.shape[3])
     buffer = plan.acquire_graph_input(query.dtype).view(shape) if config.cuda_graph else None
-    features = _features(rows, grid, config, config.m2_side, config.m2_estimator, buffer)
+    frozen = config.freezes_remainder and bool(video % BLOCK)
+    squares = None
+    if not frozen and all(config.m2_side in ("both", side) for side in sides):
+        # The transform has the finished rows at hand, so their norms cost no pass of their own.
+        squares = plan.graph_squares
+    features = _features(rows, grid, config, config.m2_side, config.m2_estimator, buffer, squares)
     excluded = norms = None
-    if config.freezes_remainder and video % BLOCK:
-        baseline = _features(rows, grid, config, "both", "hilbert_midpoint", None)
+    if frozen:
+        baseline = _features(rows, grid, config, "both", "hilbert_midpoint", None, None)
         excluded = _largest(baseline, video % BLOCK)
         del baseline
     if config.mean_mode == "input_unit":
@@ -81,6 +86,7 @@ def plan_orders(
         features,
         excluded_indices=excluded,
         input_inverse_norms=norms,
+        squares=squares,
         allow_cuda_graph=config.cuda_graph,
     )
     found = result.permutation.view(shape[:4])
@@ -100,8 +106,12 @@ def _features(
     m2_side: str,
     estimator: str,
     buffer: Tensor | None,
+    squares: Tensor | None,
 ) -> Tensor:
-    """Return the features [sides * B * H, V, D], keys before queries, in one piece of memory."""
+    """Return the features [sides * B * H, V, D], keys before queries, in one piece of memory.
+
+    squares: float32 [sides * B * H, V] that takes their squared norms.
+    """
     query, key = rows
     batch, video, heads, dim = query.shape
     sides = len(SIDES[config.layout_reuse])
@@ -118,6 +128,7 @@ def _features(
         ridge=config.ridge,
         factor=config.m2_factor,
         out=buffer,
+        squares=None if squares is None else squares.view(buffer.shape[:-1]),
     )
     return buffer.view(sides * batch * heads, video, dim)
 

@@ -11,7 +11,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +31,14 @@ TARGETS = {
     "gfx1100": ("hip", "gfx1100", 32),
     "gfx1201": ("hip", "gfx1201", 32),
 }
+
+SHARED_KIB = {
+    **dict.fromkeys(("sm_86", "sm_89", "sm_120"), 99),
+    "sm_80": 163,
+    **dict.fromkeys(("sm_90", "sm_100"), 227),
+    **dict.fromkeys(("gfx942", "gfx1100", "gfx1201"), 64),
+}
+"""What one program may have of a target's shared memory."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -87,3 +97,79 @@ def compile_ahead(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch) -
         return triton.compile(source, target=GPUTarget(backend, arch, warp_size), options=options)
 
     return compile_kernel
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as a launcher would have it compiled: `key` tells variants apart."""
+
+    kernel: Any
+    key: str
+    signature: dict[str, str]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+
+
+@pytest.fixture
+def record_launches(monkeypatch) -> Callable[[Callable[[], object]], list[Launch]]:
+    """Return a function that runs a launcher on CPU tensors and returns its launches.
+
+    Nothing is compiled and nothing runs: tensors have the types, strides and alignment of a real
+    call, so the launches are those of a device of compute capability 9.0.
+    """
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    recorded: list[Launch] = []
+    device = "recorder"
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: device,
+        get_current_stream=lambda _: 0,
+    )
+
+    def record(kernel, key, signature, _, constants, options, attributes, warmup):
+        chosen = {name: getattr(options, name) for name in ("num_warps", "num_stages")}
+        recorded.append(Launch(kernel, key, signature, constants, attributes, chosen))
+
+    def run(launcher: Callable[[], object]) -> list[Launch]:
+        recorded.clear()
+        with monkeypatch.context() as patch:
+            patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+            patch.setattr(triton.runtime.driver, "_active", driver)
+            patch.setattr(JITFunction, "_do_compile", record)
+            launcher()
+        for launch in recorded:
+            launch.kernel.device_caches.pop(device, None)
+        return list(recorded)
+
+    return run
+
+
+@pytest.fixture(params=list(TARGETS))
+def target(request: pytest.FixtureRequest) -> str:
+    """Run the test once for each target."""
+    return request.param
+
+
+@pytest.fixture
+def compile_launch(tmp_path: Path, monkeypatch) -> Callable[..., Any]:
+    """Return a function that compiles a recorded launch for a target and checks that it fits."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+
+    def compile_for(launch: Launch, target: str, **options: Any) -> Any:
+        source = launch.kernel.ASTSource(
+            launch.kernel, dict(launch.signature), dict(launch.constants), dict(launch.attributes)
+        )
+        chosen = {**launch.options, **options}
+        compiled = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=chosen)
+        assert compiled.metadata.shared <= SHARED_KIB[target] * 1024
+        return compiled
+
+    return compile_for

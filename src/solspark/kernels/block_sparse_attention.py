@@ -23,6 +23,9 @@ from torch import Tensor
 
 from ..types import BLOCK, BlockPlan, BlockSummaries
 
+# Depth of the ring of K and V tiles: three keep the tensor cores fed, AMD's 64 KiB hold two.
+NUM_STAGES = 3 if torch.version.hip is None else 2
+
 # fmt: off
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -269,7 +272,7 @@ def launch_block_sparse_attention(
     kv_splits: int,
     return_lse: bool,
     num_warps: int = 4,
-    num_stages: int = 3,
+    num_stages: int = NUM_STAGES,
 ) -> tuple[Tensor, Tensor | None]:
     """Enqueue the attention; return out [B, Lq, H, D] and LSE float32 [B, Lq, H] or None.
 

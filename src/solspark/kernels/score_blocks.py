@@ -7,6 +7,7 @@ One program per (batch·head, 64 query blocks, 128 key blocks), key blocks faste
 tile share it in L2. Means are read once a tile, every score is written once. The float32 query mean
 is split into two terms of the inputs' type (high and low), so that two matrix products with float32
 accumulation keep about 16 bits of it: a mean rounded once would flip routes near the threshold.
+Float32 keys are multiplied in float32, in smaller tiles.
 """
 
 from __future__ import annotations
@@ -45,12 +46,15 @@ def score_blocks_kernel(
         mask=offs_j[:, None] < key_blocks,
         other=0.0,
     )
-    high = qm.to(km.dtype)
-    low = (qm - high.to(tl.float32)).to(km.dtype)
     kt = tl.trans(km)
-    # Float32 means must not go through TF32; "ieee" means nothing for 16-bit operands.
-    scores = tl.dot(low, kt, input_precision="ieee")
-    scores = tl.dot(high, kt, scores, input_precision="ieee") * scale_log2 + 0.0  # no -0.0
+    if km.dtype == tl.float32:
+        scores = tl.dot(qm, kt, input_precision="ieee")
+    else:
+        high = qm.to(km.dtype)
+        low = (qm - high.to(tl.float32)).to(km.dtype)
+        scores = tl.dot(low, kt)
+        scores = tl.dot(high, kt, scores)
+    scores = scores * scale_log2 + 0.0  # no -0.0
     out = out_ptr + b * sob + h * soh + offs_i.to(tl.int64)[:, None] * key_blocks + offs_j[None, :]
     tl.store(out, scores, mask=(offs_i[:, None] < query_blocks) & (offs_j[None, :] < key_blocks))
 
@@ -90,7 +94,8 @@ def launch_score_blocks(
     nk = key_means.shape[2]
     if out is None:
         out = torch.empty(batch, heads, nq, nk, device=query_means.device, dtype=torch.float32)
-    rows, cols = 64, 128
+    # A float32 product has no tensor core: a large tile would take a minute to compile.
+    rows, cols = (32, 32) if key_means.dtype == torch.float32 else (64, 128)
     score_blocks_kernel[(triton.cdiv(nk, cols) * triton.cdiv(nq, rows) * batch * heads,)](
         query_means, key_means, out, heads, nq, nk, scale_log2,
         *query_means.stride()[:2], *key_means.stride()[:2], *out.stride()[:2],

@@ -1,0 +1,417 @@
+"""Quantise and pool Q, K and V, from tensors or chunk by chunk from the fused projection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from solspark.ops import _dispatch
+from solspark.reference.sol_int8 import live_lengths, live_rows
+from solspark.reference.sol_int8_quantized import (
+    POOLED_FLOOR,
+    SCALE_FLOOR,
+    QuantizedQKV,
+    basis,
+    bias_in_log2,
+    block_statistics,
+    norm_rope,
+    quantize_rows,
+)
+from solspark.types import BLOCK, AttentionCall
+
+__all__ = ["QuantizedQKV", "qkv_producer", "quantize_qkv"]
+
+STEP_BYTES = 16 * 2**20
+"""Float32 copy of the rows of one operand in flight."""
+
+VALUE_MARGIN = 1.1
+"""Headroom of the value scale that is carried to the next step."""
+
+
+def quantize_qkv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_bias: Tensor | None = None,
+    block_len: Tensor | None = None,
+    key_center: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    rotate: bool = False,
+    impl: str | None = None,
+) -> QuantizedQKV:
+    """Quantise Q, centred K and V to INT8 and take the statistics of their blocks.
+
+    Args:
+        query, key, value: [B, T, H, D], float16, bfloat16 or float32, any strides.
+        key_bias: float [B, T], natural log; touches no statistic.
+        block_len: integers [N], live rows at the front of each block; None means all.
+        key_center: [B, H, D], subtracted from the keys; None takes the mean of the block means.
+        value_scale: [B, H, D]; None takes max(absmax / 127, 1e-8) of the live rows.
+        rotate: rotate the channels of Q and K by an orthonormal Hadamard matrix before they are
+            quantised: outlier channels then share their scale's cost. Products do not change.
+        impl: "eager" or None.
+
+    Returns:
+        QuantizedQKV.
+
+    Raises:
+        UnsupportedError: the implementation asked for cannot serve.
+
+    Numerics: float32; integers are rounded half to even, to at most 127.
+
+    Source: INT8 specification 2.2, 2.3.
+    """
+    call = _dispatch.describe(
+        query,
+        key,
+        key_bias=key_bias is not None,
+        requires_grad=_dispatch.needs_grad(query, key, value),
+    )
+    choice = _dispatch.pick("qkv_producer", call, impl)
+    return choice.run(query, key, value, key_bias, block_len, key_center, value_scale, rotate)
+
+
+def qkv_producer(
+    chunks: Callable[[], Iterable[Tensor]],
+    tokens: int,
+    heads: int,
+    freqs: Tensor,
+    norm_weights: tuple[Tensor, Tensor],
+    *,
+    key_center: Tensor | None,
+    value_scale: Tensor | None,
+    eps: float = 1e-6,
+    key_bias: Tensor | None = None,
+    block_len: Tensor | None = None,
+    rotate: bool = False,
+    impl: str | None = None,
+) -> tuple[QuantizedQKV, Tensor, Tensor]:
+    """Normalise, rotate, quantise and pool the chunks of a fused QKV projection.
+
+    Q, K and V never exist whole: beside the INT8 operands there is one chunk, and a float32 copy of
+    a few of its rows.
+
+    Args:
+        chunks: returns an iterable of bfloat16 [..., M, 3 H D], rows [q | k | v] before norm and
+            RoPE, in token order; all but the last have a multiple of 64 rows. Called once, or
+            twice without statistics.
+        tokens, heads: T and H.
+        freqs: float32 [T, r/2, 2, 2], see `reference.norm_rope`.
+        norm_weights: of Q and K, [D].
+        key_center, value_scale: float32 [H, D], those of an earlier step; unless both are given
+            they are measured first, in a pass of their own.
+        eps: of the norm.
+        key_bias: float [1, T], natural log; touches no statistic.
+        block_len, rotate: as `quantize_qkv`.
+        impl: "eager" or None.
+
+    Returns:
+        The operands (B = 1), and this step's statistics for the next: the mean of the live keys and
+        1.1 absmax / 127 of the live values, float32 [H, D].
+
+    Raises:
+        ValueError: a chunk's shape, type, device or start is wrong, or they do not cover T.
+        UnsupportedError: the implementation asked for cannot serve.
+
+    Numerics: bfloat16 after the norm and after RoPE, as the unfused operations round.
+
+    Source: INT8 specification 2.1, 2.10.
+    """
+    call = AttentionCall(
+        batch=1,
+        query_tokens=tokens,
+        key_tokens=tokens,
+        heads=heads,
+        head_dim=norm_weights[0].shape[-1],
+        dtype=torch.bfloat16,
+        device_type=freqs.device.type,
+        capability=_dispatch.capability(freqs.device),
+        key_heads=heads,
+        key_bias=key_bias is not None,
+        requires_grad=_dispatch.needs_grad(*norm_weights, freqs),
+        variant="chunked",
+    )
+    run = _dispatch.pick("qkv_producer", call, impl).run
+    return run.chunked(
+        chunks,
+        tokens,
+        heads,
+        freqs,
+        norm_weights,
+        key_center,
+        value_scale,
+        eps,
+        key_bias,
+        block_len,
+        rotate,
+    )
+
+
+class _Carriers:
+    """Operands being filled, a run of rows at a time."""
+
+    def __init__(
+        self,
+        batch: int,
+        heads: int,
+        head_dim: int,
+        tokens: int,
+        block_len: Tensor | None,
+        device: torch.device,
+        rotate: bool,
+    ):
+        self.tokens, self.rotate = tokens, rotate
+        self.lengths = live_lengths(block_len, tokens, device)
+        self.live = live_rows(self.lengths)
+        blocks = self.lengths.numel()
+        shape = (batch, heads, blocks * BLOCK, head_dim)
+        self.query, self.key, self.value = (
+            torch.empty(shape, dtype=torch.int8, device=device) for _ in range(3)
+        )
+        self.query_scale, self.key_scale = (
+            torch.empty(shape[:3], dtype=torch.float32, device=device) for _ in range(2)
+        )
+        self.query_sums, self.key_sums = (
+            torch.empty((batch, heads, blocks, head_dim), dtype=torch.float32, device=device)
+            for _ in range(2)
+        )
+        self.value_sums = torch.empty_like(self.query_sums, dtype=torch.bfloat16)
+        self.value_peak = torch.zeros((batch, heads, head_dim), dtype=torch.float32, device=device)
+
+    def _rows(self, x: Tensor, first: int) -> Tensor:
+        """Return rows [M, H, D] from token `first` on, in whole blocks, dead ones zero."""
+        padded = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, -x.shape[0] % BLOCK))
+        live = self.live[first : first + padded.shape[0]]
+        # Not a product: a dead row may hold anything.
+        return padded.masked_fill(~live[:, None, None], 0.0)
+
+    def _store_sums(self, sums: Tensor, sample: int, first: int, x: Tensor) -> None:
+        """Store the block sums of rows x."""
+        part = x.unflatten(0, (-1, BLOCK)).sum(1).transpose(0, 1)
+        block = first // BLOCK
+        sums[sample, :, block : block + part.shape[1]] = part.to(sums.dtype)
+
+    def harvest(self, sample: int, first: int, key: Tensor, value: Tensor) -> None:
+        """Take the block sums of K and V and the largest values of V."""
+        self._store_sums(self.key_sums, sample, first, self._rows(key, first))
+        rows = self._rows(value, first)
+        self._store_sums(self.value_sums, sample, first, rows)
+        peak = self.value_peak[sample]
+        torch.maximum(peak, rows.abs().amax(0), out=peak)
+
+    def quantise(
+        self,
+        sample: int,
+        first: int,
+        rows: tuple[Tensor, Tensor, Tensor],
+        key_center: Tensor,
+        value_scale: Tensor,
+    ) -> None:
+        """Fill in the integers of some rows, and the block sums of Q."""
+        query, key, value = (self._rows(x, first) for x in rows)
+        place = slice(first, first + query.shape[0])
+        live = self.live[place]
+        self._store_sums(self.query_sums, sample, first, query)
+        centred = (key - key_center).masked_fill(~live[:, None, None], 0.0)
+        for x, carrier, scales in (
+            (query, self.query, self.query_scale),
+            (centred, self.key, self.key_scale),
+        ):
+            integers, scale = quantize_rows(basis(x, self.rotate))
+            carrier[sample, :, place] = integers.transpose(0, 1)
+            scales[sample, :, place] = scale.masked_fill(~live[:, None], 0.0).mT
+        integers = (value / value_scale).round().clamp(-127, 127).to(torch.int8)
+        self.value[sample, :, place] = integers.transpose(0, 1)
+
+    def key_means(self) -> Tensor:
+        """Return the block means of K."""
+        return self.key_sums / self.lengths.float()[:, None]
+
+    def finish(
+        self, key_center: Tensor, value_scale: Tensor, key_bias: Tensor | None
+    ) -> QuantizedQKV:
+        """Quantise the block means and close the operands."""
+        query_means = self.query_sums / self.lengths.float()[:, None]
+        key_means = self.key_means()
+        key_mean, key_var = block_statistics(key_means)
+        centroid, centroid_scale = quantize_rows(basis(query_means, self.rotate))
+        pooled, pooled_scale = quantize_rows(
+            basis(key_means - key_mean[:, :, None], self.rotate), POOLED_FLOOR
+        )
+        return QuantizedQKV(
+            query=self.query,
+            query_scale=self.query_scale,
+            key=self.key,
+            key_scale=self.key_scale,
+            key_bias=bias_in_log2(key_bias, self.live, self.query.shape[0], self.tokens),
+            value=self.value,
+            value_scale=value_scale,
+            query_means=query_means,
+            key_means=key_means,
+            value_sums=self.value_sums,
+            centroid=centroid,
+            centroid_scale=centroid_scale,
+            pooled=pooled,
+            pooled_scale=pooled_scale,
+            key_mean=key_mean,
+            key_var=key_var,
+            key_center=key_center,
+            shift=basis(key_mean - key_center, self.rotate),
+            lengths=self.lengths,
+            tokens=self.tokens,
+            rotated=self.rotate,
+        )
+
+
+def _step(heads: int, head_dim: int) -> int:
+    """Return how many rows to widen to float32 at once, whole blocks."""
+    return max(1, STEP_BYTES // (heads * head_dim * 4 * BLOCK)) * BLOCK
+
+
+class _Eager:
+    """Produce operands with torch alone: called with whole tensors, `chunked` with chunks."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_bias: Tensor | None,
+        block_len: Tensor | None,
+        key_center: Tensor | None,
+        value_scale: Tensor | None,
+        rotate: bool,
+    ) -> QuantizedQKV:
+        """Take the statistics in one pass over K and V and quantise in another."""
+        batch, tokens, heads, head_dim = query.shape
+        carriers = _Carriers(batch, heads, head_dim, tokens, block_len, query.device, rotate)
+        step = _step(heads, head_dim)
+        places = [
+            (sample, first, slice(first, first + step))
+            for sample in range(batch)
+            for first in range(0, tokens, step)
+        ]
+        for sample, first, rows in places:
+            carriers.harvest(sample, first, key[sample, rows], value[sample, rows])
+        if key_center is None:
+            key_center = block_statistics(carriers.key_means())[0]
+        if value_scale is None:
+            value_scale = (carriers.value_peak / 127.0).clamp_min(SCALE_FLOOR)
+        key_center, value_scale = key_center.float(), value_scale.float()
+        for sample, first, rows in places:
+            operands = (query[sample, rows], key[sample, rows], value[sample, rows])
+            carriers.quantise(sample, first, operands, key_center[sample], value_scale[sample])
+        return carriers.finish(key_center, value_scale, key_bias)
+
+    def chunked(
+        self,
+        chunks: Callable[[], Iterable[Tensor]],
+        tokens: int,
+        heads: int,
+        freqs: Tensor,
+        norm_weights: tuple[Tensor, Tensor],
+        key_center: Tensor | None,
+        value_scale: Tensor | None,
+        eps: float,
+        key_bias: Tensor | None,
+        block_len: Tensor | None,
+        rotate: bool,
+    ) -> tuple[QuantizedQKV, Tensor, Tensor]:
+        """Take the chunks once with statistics, twice without."""
+        head_dim = norm_weights[0].shape[-1]
+        carriers = _Carriers(1, heads, head_dim, tokens, block_len, freqs.device, rotate)
+        live_tokens = carriers.lengths.sum()
+
+        def rows_of(fused: Tensor, first: int, part: int) -> Tensor:
+            rows = fused[:, part]
+            if part == 2:
+                return rows
+            return norm_rope(rows, norm_weights[part], freqs[first : first + len(rows)], eps)
+
+        def measured() -> tuple[Tensor, Tensor]:
+            center = carriers.key_sums[0].sum(1) / live_tokens
+            scale = (carriers.value_peak[0] / 127.0 * VALUE_MARGIN).clamp_min(SCALE_FLOOR)
+            return center, scale
+
+        if key_center is None or value_scale is None:
+            for first, fused in _walk(chunks(), tokens, heads, head_dim, freqs.device):
+                carriers.harvest(0, first, rows_of(fused, first, 1), rows_of(fused, first, 2))
+            key_center, value_scale = measured()
+            known = True
+        else:
+            key_center = key_center.float()
+            value_scale = value_scale.float().clamp_min(SCALE_FLOOR)
+            known = False
+        for first, fused in _walk(chunks(), tokens, heads, head_dim, freqs.device):
+            query, key, value = (rows_of(fused, first, part) for part in range(3))
+            if not known:
+                carriers.harvest(0, first, key, value)
+            carriers.quantise(0, first, (query, key, value), key_center, value_scale)
+        following = measured()
+        return carriers.finish(key_center[None], value_scale[None], key_bias), *following
+
+
+def _walk(
+    chunks: Iterable[Tensor], tokens: int, heads: int, head_dim: int, device: torch.device
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first token, rows [M, 3, H, D]) a few blocks at a time, checking every chunk."""
+    width = 3 * heads * head_dim
+    step = _step(heads, head_dim)
+    first = 0
+    for chunk in chunks:
+        fits = (
+            isinstance(chunk, Tensor)
+            and chunk.ndim >= 2
+            and chunk.shape[-1] == width
+            and chunk.dtype == torch.bfloat16
+            and chunk.device == device
+        )
+        if not fits:
+            came = (
+                f"{chunk.dtype} {tuple(chunk.shape)} on {chunk.device}"
+                if isinstance(chunk, Tensor)
+                else type(chunk).__name__
+            )
+            raise ValueError(
+                f"qkv_chunks: chunks must be torch.bfloat16 [..., M, {width}] on {device}, "
+                f"got {came}"
+            )
+        _refuse_grad(chunk)
+        rows = chunk.reshape(-1, 3, heads, head_dim)
+        if not len(rows):
+            continue
+        if first % BLOCK:
+            raise ValueError(
+                f"qkv_chunks: every chunk must start at a multiple of {BLOCK} tokens, got a start "
+                f"of {first}: only the last one may be ragged"
+            )
+        if first + len(rows) > tokens:
+            raise ValueError(
+                f"qkv_chunks: expected chunks that cover t = {tokens} tokens, the chunks cover "
+                f"{first + len(rows)} or more"
+            )
+        for offset in range(0, len(rows), step):
+            yield first + offset, rows[offset : offset + step]
+        first += len(rows)
+    if first != tokens:
+        raise ValueError(
+            f"qkv_chunks: expected chunks that cover t = {tokens} tokens, the chunks cover {first}"
+        )
+
+
+def _refuse_grad(chunk: Tensor) -> None:
+    """Raise where autograd would expect gradients of a chunk: rounding has none."""
+    if _dispatch.needs_grad(chunk):
+        raise ValueError(
+            "qkv_chunks: expected chunks without gradients, INT8 attention has no backward pass"
+        )
+
+
+def _reasons(call: AttentionCall) -> list[str]:
+    return ["it has no backward pass"] if call.requires_grad else []
+
+
+_dispatch.register("qkv_producer", "eager", _reasons, _Eager())

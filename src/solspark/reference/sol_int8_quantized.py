@@ -1,0 +1,455 @@
+"""INT8 Sol-Attn in integer arithmetic, step by step: one head, one query block, one tile a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from solspark._checks import resolve_scale
+from solspark.reference.quantize import rotate as hadamard_rotate
+from solspark.reference.sol_int8 import LOG2E, coarse, live_lengths, live_rows, route
+from solspark.types import BLOCK
+
+NEG = -3.0e38
+"""Finite stand-in for minus infinity."""
+MASKED = -1.0e37
+"""Scores at or below this are masked."""
+SCALE_FLOOR = 1e-8
+POOLED_FLOOR = 1e-12
+OCTAVES = 20.0
+"""A tile's probabilities are scaled to its own maximum, but at most this far below the running
+one."""
+LEVELS = 255.0
+GROUP = 2
+"""Consecutive query blocks that share one token list."""
+FINE_BINS, COARSE_BINS = 96, 32
+FINE_WIDTH, COARSE_WIDTH, BELOW = 0.25, 2.0, 8.0
+FINE_SPAN = FINE_BINS * FINE_WIDTH
+TOP_EDGE = FINE_SPAN + COARSE_BINS * COARSE_WIDTH
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedQKV:
+    """The INT8 operands of a call and its block statistics; Tp = 64 N padded tokens.
+
+    Args:
+        query, key, value: int8 [B, H, Tp, D]; key is centred by `key_center`; dead rows are zero.
+        query_scale, key_scale: float32 [B, H, Tp], zero for dead rows.
+        key_bias: float32 [B, Tp], log2 units: 0, the bias, or NEG for dead keys.
+        value_scale: float32 [B, H, D].
+        query_means, key_means: float32 [B, H, N, D], not centred.
+        value_sums: bfloat16 [B, H, N, D].
+        centroid, pooled: int8 [B, H, N, D]: query means, and key means minus `key_mean`.
+        centroid_scale, pooled_scale: float32 [B, H, N].
+        key_mean, key_var: float32 [B, H, D]: mean and variance of the key means over blocks.
+        key_center: float32 [B, H, D], what was subtracted from the keys.
+        shift: float32 [B, H, D], key_mean - key_center in the basis of the integers.
+        lengths: int64 [N], live rows a block.
+        tokens: T.
+        rotated: whether the integers of Q and K are in the rotated basis.
+    """
+
+    query: Tensor
+    query_scale: Tensor
+    key: Tensor
+    key_scale: Tensor
+    key_bias: Tensor
+    value: Tensor
+    value_scale: Tensor
+    query_means: Tensor
+    key_means: Tensor
+    value_sums: Tensor
+    centroid: Tensor
+    centroid_scale: Tensor
+    pooled: Tensor
+    pooled_scale: Tensor
+    key_mean: Tensor
+    key_var: Tensor
+    key_center: Tensor
+    shift: Tensor
+    lengths: Tensor
+    tokens: int
+    rotated: bool = False
+
+
+def basis(x: Tensor, rotated: bool) -> Tensor:
+    """Return rows in the basis of the integers: rotated by an orthonormal Hadamard, or as is."""
+    return hadamard_rotate(x, x.shape[-1]) if rotated else x
+
+
+def quantize_rows(x: Tensor, floor: float = SCALE_FLOOR) -> tuple[Tensor, Tensor]:
+    """Return int8 rows and their scales: max(absmax / 127, floor), round half to even."""
+    scale = (x.abs().amax(-1) / 127.0).clamp_min(floor)
+    return (x / scale[..., None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def bias_in_log2(key_bias: Tensor | None, live: Tensor, batch: int, tokens: int) -> Tensor:
+    """Return what is added to the scores of each padded key, float32 [B, Tp]."""
+    padded = torch.zeros(batch, live.numel(), dtype=torch.float32, device=live.device)
+    if key_bias is not None:
+        padded[:, :tokens] = (key_bias.float() * LOG2E).clamp_min(NEG)
+    return padded.masked_fill(~live, NEG)
+
+
+def block_statistics(key_means: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and population variance over blocks of key means [..., N, D]."""
+    mean = key_means.mean(-2)
+    return mean, (key_means.square().mean(-2) - mean.square()).clamp_min(0.0)
+
+
+def quantize_qkv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_bias: Tensor | None = None,
+    block_len: Tensor | None = None,
+    key_center: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    rotate: bool = False,
+) -> QuantizedQKV:
+    """Quantise Q, centred K and V, and pool them.
+
+    Args:
+        query, key, value: [B, T, H, D].
+        key_bias: natural log [B, T].
+        block_len: integers [N], live rows of each block.
+        key_center: [B, H, D], subtracted from the keys; None takes the mean of the block means.
+        value_scale: [B, H, D]; None takes max(absmax / 127, 1e-8) of the live rows.
+        rotate: rotate Q and K before they are quantised; statistics are taken before.
+
+    Numerics: float32 throughout, whatever the input type.
+
+    Source: INT8 specification 2.2, 2.3.
+    """
+    tokens = query.shape[1]
+    lengths = live_lengths(block_len, tokens, query.device)
+    live = live_rows(lengths)
+    blocks = lengths.numel()
+
+    def padded(x: Tensor) -> Tensor:
+        rows = torch.nn.functional.pad(
+            x.float().transpose(1, 2), (0, 0, 0, blocks * BLOCK - tokens)
+        )
+        return rows.masked_fill(~live[:, None], 0.0)
+
+    q, k, v = padded(query), padded(key), padded(value)
+    count = lengths.float()[:, None]
+    sums = [x.unflatten(2, (blocks, BLOCK)).sum(3) for x in (q, k, v)]
+    query_means, key_means = sums[0] / count, sums[1] / count
+    key_mean, key_var = block_statistics(key_means)
+    key_center = key_mean if key_center is None else key_center.float()
+    if value_scale is None:
+        value_scale = (v.abs().amax(2) / 127.0).clamp_min(SCALE_FLOOR)
+
+    query8, query_scale = quantize_rows(basis(q, rotate))
+    centred = (k - key_center[:, :, None]).masked_fill(~live[:, None], 0.0)
+    key8, key_scale = quantize_rows(basis(centred, rotate))
+    value8 = (v / value_scale[:, :, None]).round().clamp(-127, 127).to(torch.int8)
+    centroid, centroid_scale = quantize_rows(basis(query_means, rotate))
+    pooled, pooled_scale = quantize_rows(
+        basis(key_means - key_mean[:, :, None], rotate), POOLED_FLOOR
+    )
+    return QuantizedQKV(
+        query=query8,
+        query_scale=query_scale.masked_fill(~live, 0.0),
+        key=key8,
+        key_scale=key_scale.masked_fill(~live, 0.0),
+        key_bias=bias_in_log2(key_bias, live, query.shape[0], tokens),
+        value=value8,
+        value_scale=value_scale,
+        query_means=query_means,
+        key_means=key_means,
+        value_sums=sums[2].bfloat16(),
+        centroid=centroid,
+        centroid_scale=centroid_scale,
+        pooled=pooled,
+        pooled_scale=pooled_scale,
+        key_mean=key_mean,
+        key_var=key_var,
+        key_center=key_center,
+        shift=basis(key_mean - key_center, rotate),
+        lengths=lengths,
+        tokens=tokens,
+        rotated=rotate,
+    )
+
+
+def norm_rope(x: Tensor, weight: Tensor, freqs: Tensor, eps: float) -> Tensor:
+    """Normalise rows and rotate their first channels, split-half.
+
+        n = bf16(x rsqrt(mean x^2 + eps) w)
+        y_c = F00 n_c + F01 n_(c + r/2),  y_(c + r/2) = F10 n_c + F11 n_(c + r/2),  c < r/2
+
+    Args:
+        x: [T, H, D].
+        weight: [D], used as bfloat16.
+        freqs: float32 [T, r/2, 2, 2].
+        eps: of the norm.
+
+    Returns:
+        bfloat16 [T, H, D].
+
+    Numerics: float32, rounded to bfloat16 after the norm and after the rotation.
+
+    Source: INT8 specification 2.1.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = (normed * weight.bfloat16().float()).bfloat16()
+    half = freqs.shape[1]
+    low, high = normed[..., :half].float(), normed[..., half : 2 * half].float()
+    f = freqs.float()[:, None]
+    turned = [f[..., i, 0] * low + f[..., i, 1] * high for i in (0, 1)]
+    return torch.cat([*(part.bfloat16() for part in turned), normed[..., 2 * half :]], -1)
+
+
+def proxy_scores(qkv: QuantizedQKV, scale: float) -> Tensor:
+    """Return S float32 [B, H, N, N]: the int8 products of centroids and pooled keys, log2 units."""
+    # 128 products of at most 127^2 stay below 2^24: float32 sums them exactly.
+    dot = qkv.centroid.float() @ qkv.pooled.float().mT
+    return dot * (qkv.centroid_scale * (scale * LOG2E))[..., None] * qkv.pooled_scale[..., None, :]
+
+
+def biased_blocks(qkv: QuantizedQKV) -> Tensor:
+    """Return the blocks with a live key whose bias is not zero, bool [B, N]."""
+    biased = (qkv.key_bias != 0) & live_rows(qkv.lengths)
+    return biased.unflatten(-1, (-1, BLOCK)).any(-1)
+
+
+def candidates(exact: Tensor, sinks: tuple[int, int], biased: Tensor) -> Tensor:
+    """Return the blocks whose tokens may be refined: routed neither by a row nor by its partner.
+
+    Args: exact bool [..., N, N]; sinks, a range of blocks that are never candidates, no more than
+    those that `biased` marks, bool [..., N].
+    """
+    rows = exact.shape[-2]
+    padded = torch.nn.functional.pad(exact, (0, 0, 0, rows % GROUP))
+    either = padded.unflatten(-2, (-1, GROUP)).any(-2)
+    column = torch.arange(exact.shape[-1], device=exact.device)
+    barred = biased | ((column >= sinks[0]) & (column < sinks[1]))
+    free = ~either & ~barred[..., None, :]
+    return free.repeat_interleave(GROUP, -2)[..., :rows, :]
+
+
+def bins(above: Tensor) -> Tensor:
+    """Return the histogram bin of each score, given how far it is above the lowest edge; -1 none.
+
+    96 bins of 0.25 octaves, then 32 of 2; the last one takes all that is higher.
+    """
+    fine = (above / FINE_WIDTH).floor()
+    wide = (FINE_BINS + ((above - FINE_SPAN) / COARSE_WIDTH).floor()).clamp_max(
+        FINE_BINS + COARSE_BINS - 1
+    )
+    index = torch.where(above < FINE_SPAN, fine, wide)
+    return index.masked_fill(~(above >= 0), -1).to(torch.int64)
+
+
+def admission_edge(histogram: Tensor, capacity: int) -> Tensor:
+    """Return the lowest edge from which whole bins hold at most `capacity` scores.
+
+    Args: histogram integers [..., 128]. Returns float32 [...], measured from the lowest edge.
+    """
+    fits = histogram.flip(-1).cumsum(-1) <= capacity
+    lowest = FINE_BINS + COARSE_BINS - fits.to(torch.int64).sum(-1)
+    fine = lowest * FINE_WIDTH
+    return torch.where(
+        lowest < FINE_BINS, fine, FINE_SPAN + (lowest - FINE_BINS) * COARSE_WIDTH
+    ).float()
+
+
+def largest_tokens(scores: Tensor, admitted: Tensor, capacity: int) -> Tensor:
+    """Return the indices, ascending, of at most `capacity` admitted scores [T]: the largest ones.
+
+    Of equal scores the lower index comes first; the order never depends on the device.
+    """
+    index = admitted.nonzero()[:, 0]
+    if index.numel() > capacity:
+        order = scores[index].argsort(descending=True, stable=True)
+        index = index[order[:capacity]].sort().values
+    return index
+
+
+def attend_tile(
+    state: tuple[Tensor, Tensor, Tensor], scores: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add a tile of keys to the running (maximum, mass, numerator) of some rows.
+
+        b = max(max_j s_j, M - 20),  p_j = rne(255 2^(s_j - b)),  M' = max(M, b)
+        L' = L 2^(M - M') + 2^(b - M') / 255 sum_j p_j,  O' likewise with sum_j p_j v_j
+
+    Args: state ([R], [R], [R, D]); scores float32 [R, 64] in log2 units; values int8 [64, D].
+
+    Source: INT8 specification 2.7.
+    """
+    high, mass, numerator = state
+    peak = torch.maximum(scores.amax(1), high - OCTAVES)
+    top = torch.maximum(high, peak)
+    p = (torch.exp2(scores - peak[:, None]) * LEVELS).round().clamp(0, LEVELS)
+    p = p.masked_fill(scores <= MASKED, 0.0).to(torch.int32)
+    weight = torch.exp2(peak - top) / LEVELS
+    keep = torch.exp2(high - top)
+    product = p @ values.to(torch.int32)
+    return (
+        top,
+        mass * keep + weight * p.sum(1),
+        numerator * keep[:, None] + weight[:, None] * product,
+    )
+
+
+def merge_states(
+    first: tuple[Tensor, Tensor, Tensor], second: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge two running states over different keys."""
+    top = torch.maximum(first[0], second[0])
+    a, b = torch.exp2(first[0] - top), torch.exp2(second[0] - top)
+    return (
+        top,
+        first[1] * a + second[1] * b,
+        first[2] * a[..., None] + second[2] * b[..., None],
+    )
+
+
+def sol_int8_quantized(
+    qkv: QuantizedQKV,
+    *,
+    tau: float = 1.0,
+    scale: float | None = None,
+    sinks: tuple[int, int] = (0, 0),
+    dense_rows: tuple[int, int] = (0, 0),
+    topk_ratio: float = 0.0,
+    tail: bool = True,
+    coarse_gate: Tensor | None = None,
+    token_aug: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Attend with the integers, in the order of the specification.
+
+    Args:
+        qkv: the operands.
+        tau, scale, sinks, dense_rows, topk_ratio, tail, coarse_gate: as `reference.sol_int8`.
+        token_aug: tokens that each pair of query blocks may read exactly, beyond its blocks.
+        dtype: of the result.
+
+    Returns:
+        [B, T, H, D]; rows that are not live are zero.
+
+    Numerics: integer products are exact, all else float32. The tail's value sums are bfloat16; its
+    scores are centred by the mean of this call whatever `key_center` is: `shift` brings them to
+    the exact keys' origin, row by row.
+
+    Source: INT8 specification 2.4-2.7, 2.9.
+    """
+    batch, heads, _, head_dim = qkv.query.shape
+    scale = resolve_scale(scale, head_dim)
+    a = scale * LOG2E
+    blocks = qkv.lengths.numel()
+    scores = proxy_scores(qkv, scale)
+    exact = route(
+        scores,
+        qkv.query_means,
+        qkv.key_var,
+        scale=scale,
+        tau=tau,
+        topk_ratio=topk_ratio,
+        sinks=sinks,
+        dense_rows=dense_rows,
+    )
+    refined = torch.zeros_like(exact)
+    if token_aug:
+        refined = candidates(exact, sinks, biased_blocks(qkv)[:, None])
+    out = torch.zeros(batch, heads, blocks * BLOCK, head_dim)
+    for b in range(batch):
+        for h in range(heads):
+            query, key, value = qkv.query[b, h].int(), qkv.key[b, h].int(), qkv.value[b, h]
+            value_scale = qkv.value_scale[b, h]
+            for m in range(blocks):
+                state = _pooled_tail(qkv, scores, exact | refined, b, h, m, tail)
+                listed = torch.empty(0, dtype=torch.int64)
+                if refined[b, h, m].any():
+                    listed, rest = _refine(qkv, scores, refined, b, h, m, a, token_aug)
+                    if tail:
+                        state = merge_states(state, rest)
+
+                rows = slice(m * BLOCK, (m + 1) * BLOCK)
+                factor = qkv.query_scale[b, h, rows] * a
+                offset = (query[rows].float() @ qkv.shift[b, h]) * factor
+                high = torch.where(state[0] > MASKED, state[0] + offset, NEG)
+                state = (high, state[1].expand(BLOCK), state[2].expand(BLOCK, -1))
+                order = exact[b, h, m].nonzero()[:, 0].tolist()
+                order = [n for n in order if sinks[0] <= n < sinks[1]] + [
+                    n for n in order if not sinks[0] <= n < sinks[1]
+                ]
+                tiles = [torch.arange(n * BLOCK, (n + 1) * BLOCK) for n in order]
+                for tile in (*tiles, *listed.split(BLOCK)):
+                    if tile.numel() == 0:
+                        continue
+                    s = (query[rows] @ key[tile].mT).float() * factor[:, None]
+                    s = s * qkv.key_scale[b, h, tile] + qkv.key_bias[b, tile]
+                    state = attend_tile(state, s, value[tile])
+                out[b, h, rows] = state[2] / state[1].clamp_min(1e-30)[:, None] * value_scale
+    if coarse_gate is not None:
+        means = coarse(
+            qkv.query_means,
+            qkv.key_means,
+            qkv.value_sums.float() / qkv.lengths.float()[:, None],
+            scale,
+        )
+        gate = torch.nn.functional.pad(
+            coarse_gate.float().transpose(1, 2), (0, 0, 0, blocks * BLOCK - qkv.tokens)
+        )
+        out = out + gate * means.repeat_interleave(BLOCK, 2)
+    out = out.masked_fill(~live_rows(qkv.lengths)[:, None], 0.0)[:, :, : qkv.tokens]
+    return out.transpose(1, 2).contiguous().to(dtype)
+
+
+def _pooled_tail(
+    qkv: QuantizedQKV, scores: Tensor, taken: Tensor, b: int, h: int, m: int, tail: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the state of the blocks that enter query block m by their sums."""
+    s = scores[b, h, m].masked_fill(taken[b, h, m], -math.inf)
+    if not tail or bool(taken[b, h, m].all()):
+        return torch.tensor(NEG), torch.tensor(0.0), torch.zeros(qkv.query.shape[-1])
+    high = s.amax()
+    weight = torch.exp2(s - high)
+    sums = qkv.value_sums[b, h].float() / qkv.value_scale[b, h]
+    return high, (weight * qkv.lengths).sum(), weight @ sums
+
+
+def _refine(
+    qkv: QuantizedQKV,
+    scores: Tensor,
+    refined: Tensor,
+    b: int,
+    h: int,
+    m: int,
+    a: float,
+    capacity: int,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Return the tokens that m's group reads exactly, and the state of its other candidates."""
+    first = m - m % GROUP
+    members = slice(first, first + GROUP)
+    centroid, centroid_scale = quantize_rows(
+        basis(qkv.query_means[b, h, members].mean(0), qkv.rotated)
+    )
+    highest = scores[b, h, members].masked_fill(~refined[b, h, members], -math.inf).amax()
+    factor = centroid_scale * a
+    s = (qkv.key[b, h].int() @ centroid.int()).float() * factor * qkv.key_scale[b, h]
+    s = s + qkv.key_bias[b] - (centroid.float() @ qkv.shift[b, h]) * factor
+    candidate = refined[b, h, m].repeat_interleave(BLOCK) & (s > MASKED)
+    above = torch.where(candidate, s - highest + BELOW, -1.0)
+    index = bins(above)
+    histogram = torch.bincount(index[index >= 0], minlength=FINE_BINS + COARSE_BINS)
+    edge = admission_edge(histogram, capacity)
+    listed = largest_tokens(s, candidate & (above >= edge), capacity)
+    rest = candidate.clone()
+    rest[listed] = False
+    s = s.masked_fill(~rest, NEG)
+    state = (torch.tensor([NEG]), torch.zeros(1), torch.zeros(1, qkv.query.shape[-1]))
+    for n in refined[b, h, m].nonzero()[:, 0].tolist():
+        tile = slice(n * BLOCK, (n + 1) * BLOCK)
+        state = attend_tile(state, s[None, tile], qkv.value[b, h, tile])
+    return listed, (state[0][0], state[1][0], state[2][0])

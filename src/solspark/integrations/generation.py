@@ -163,7 +163,7 @@ def generate(
     arms = [Arm("dense", None), arm] if options.compare else [arm]
     clips.require_writers()
     with clips.OutputFolder(options.out) as folder:
-        pipe, call, device, dtype = _open(options)
+        pipe, call, device, dtype = open_pipeline(options)
         runs: dict[str, dict[str, Any]] = {}
         made: dict[str, GeneratedClip] = {}
         for each in arms:
@@ -187,8 +187,19 @@ def generate(
         return json.loads(text), folder.commit()
 
 
-def _open(options: GenerateOptions) -> tuple[Any, dict[str, Any], torch.device, torch.dtype]:
-    """Load the pipeline and settle what it is called with."""
+def open_pipeline(
+    options: GenerateOptions,
+) -> tuple[Any, dict[str, Any], torch.device, torch.dtype]:
+    """Load the pipeline and settle what it is called with.
+
+    Returns:
+        (pipe, keyword arguments of `generate_clip` with at least `prompt`, `seed` and `steps`,
+        device, dtype of the block stack).
+
+    Raises:
+        ValueError: the device is not here.
+        MissingDependencyError: diffusers or transformers is missing.
+    """
     tiny = options.model == "tiny"
     device = _device(options.device)
     call: dict[str, Any] = {"steps": 19}

@@ -16,19 +16,16 @@ from .h3_controller import H3Controller, Stopwatch
 from .h3_layout import H3Layout
 
 
-class H3SparseAttentionProcessor:
-    """Attention processor of one block: dense calls go to the saved original, the rest is sparse.
+class WrappingProcessor:
+    """Stand in front of a block's processor and answer for it where diffusers asks.
 
     `_attention_backend` and `_parallel_config` are the original's, so that diffusers'
     `set_attention_backend`, `reset_attention_backend` and `enable_parallelism` reach it while it
     is replaced, and what they set stays after it is back.
     """
 
-    def __init__(self, controller: H3Controller, layer: int, original: Any):
-        self.controller = controller
-        self.layer = layer
+    def __init__(self, original: Any):
         self.original = original
-        self.active = True
 
     @property
     def _attention_backend(self) -> Any:
@@ -45,6 +42,16 @@ class H3SparseAttentionProcessor:
     @_parallel_config.setter
     def _parallel_config(self, value: Any) -> None:
         self.original._parallel_config = value
+
+
+class H3SparseAttentionProcessor(WrappingProcessor):
+    """Attend in one block: dense calls go to the saved original, the rest is sparse."""
+
+    def __init__(self, controller: H3Controller, layer: int, original: Any):
+        super().__init__(original)
+        self.controller = controller
+        self.layer = layer
+        self.active = True
 
     # The evaluation index and the layer number would become guards of a compiled block, which is
     # then recompiled up to the limit; attention is an eager island instead.
@@ -148,7 +155,7 @@ class H3SparseAttentionProcessor:
                 "attention_mask: a callable dense_backend expected None, got "
                 f"{list(attention_mask.shape)}"
             )
-        query, key, value = _project(attn, hidden_states, rotary_emb, lambda rows: rows)
+        query, key, value = project_qkv(attn, hidden_states, rotary_emb, lambda rows: rows)
         return _output(attn, backend(query, key, value), query.dtype)
 
     def _sparse(
@@ -159,7 +166,7 @@ class H3SparseAttentionProcessor:
         layout: H3Layout,
     ) -> tuple[Tensor, PackedRecord]:
         """Project, pack, attend sparsely, unpack, project back."""
-        query, key, value = _project(attn, hidden_states, rotary_emb, layout.pack)
+        query, key, value = project_qkv(attn, hidden_states, rotary_emb, layout.pack)
         dtype = query.dtype
         controller = self.controller
         out, record = packed_attention(
@@ -210,7 +217,7 @@ def _borrowed_backend(processor: Any, backend: str) -> Iterator[None]:
         processor._attention_backend = saved
 
 
-def _project(
+def project_qkv(
     attn: Any,
     hidden_states: Tensor,
     rotary_emb: tuple[Tensor, Tensor] | None,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +17,8 @@ from solspark.bench.activations import video_activations
 from solspark.bench.gate import RowSample, dense_rows, sample_rows
 from solspark.bench.problems import Problem
 from solspark.errors import MissingDependencyError
+from solspark.integrations.capture import FORMAT
+from solspark.types import TokenGrid
 
 KINDS = ("gaussian", "video", "file")
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -81,7 +87,8 @@ def make_inputs(
         device: where they go.
         dtype: of the tensors.
         seed: of the values.
-        file: safetensors with query, key and value [1, T, H, D] (kind "file").
+        file: safetensors with query, key and value [1, T, H, D] (kind "file"); as many heads are
+            taken as the problem has.
 
     Raises:
         ValueError: an unknown kind, or a file whose shape is not the problem's.
@@ -102,24 +109,82 @@ def make_inputs(
     return Inputs(problem, query, key, value, kind)
 
 
+def recorded_problem(file: Path) -> Problem | None:
+    """Return the problem that a file of `solspark capture` is one call of.
+
+    Args:
+        file: safetensors.
+
+    Returns:
+        Its grid, context, heads and source under a name of its own; None when the file does not
+        say, so that the caller has to.
+
+    Raises:
+        ValueError: no safetensors, or no tensor called query.
+        OSError: no such file.
+        MissingDependencyError: safetensors is not installed.
+    """
+    with _opened(file) as stored:
+        facts = stored.metadata() or {}
+        if facts.get("solspark") != FORMAT:
+            return None
+        _, tokens, heads, head_dim = stored.get_slice(_known("query", stored, file)).get_shape()
+    grid = TokenGrid(*json.loads(facts["grid"]))
+    text = int(facts["text_tokens"])
+    wanted = ("model", "layer", "evaluation", "steps", "seed", "created")
+    source = ", ".join(f"{name} {facts[name]}" for name in wanted if name in facts)
+    return Problem(
+        facts["problem"],
+        grid,
+        text,
+        tokens - grid.tokens - text,
+        heads,
+        head_dim,
+        f"captured: {source}",
+    )
+
+
 def _load(file: Path, problem: Problem, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Read query, key and value and check them against the problem."""
+    """Read query, key and value, the first heads of the problem, and check them against it."""
+    recorded = recorded_problem(file)
+    if recorded is not None and recorded.grid != problem.grid:
+        raise ValueError(
+            f"{file}: expected the grid {problem.grid.as_tuple()} of {problem.name}, got "
+            f"{recorded.grid.as_tuple()}; without --problem the file says what it is"
+        )
+    tensors = []
+    with _opened(file) as stored:
+        for name in ("query", "key", "value"):
+            tensor = stored.get_tensor(_known(name, stored, file))
+            if tensor.ndim != 4 or tensor.shape[1] != problem.tokens:
+                raise ValueError(
+                    f"{file}: {name}: expected [B, {problem.tokens}, H, D] for {problem.name}, "
+                    f"got {tuple(tensor.shape)}"
+                )
+            tensors.append(tensor[:, :, : problem.heads].to(device=device, dtype=dtype))
+    return tensors
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file for reading, or say why it cannot be."""
     try:
-        from safetensors.torch import load_file
+        from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise MissingDependencyError(
             "--activations needs safetensors: pip install safetensors"
         ) from error
-    stored = load_file(str(file))
-    tensors = []
-    for name in ("query", "key", "value"):
-        if name not in stored:
-            raise ValueError(f"{file}: expected tensors query, key and value, got {list(stored)}")
-        tensor = stored[name]
-        if tensor.ndim != 4 or tensor.shape[1] != problem.tokens:
-            raise ValueError(
-                f"{file}: {name}: expected [B, {problem.tokens}, H, D] for {problem.name}, "
-                f"got {tuple(tensor.shape)}"
-            )
-        tensors.append(tensor.to(device=device, dtype=dtype))
-    return tensors
+    try:
+        stored = safe_open(str(file), framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file}: expected safetensors, got something else: {error}") from error
+    with stored:
+        yield stored
+
+
+def _known(name: str, stored: Any, file: Path) -> str:
+    """Return the name of a tensor that the file has to hold."""
+    names = list(stored.keys())
+    if name not in names:
+        raise ValueError(f"{file}: expected tensors query, key and value, got {names}")
+    return name

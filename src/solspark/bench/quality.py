@@ -28,8 +28,9 @@ from solspark.bench.gate import (
     sample_rows,
 )
 from solspark.bench.inputs import Inputs
-from solspark.bench.problems import Problem, get_problem
+from solspark.bench.problems import Problem
 from solspark.bench.rows import Row
+from solspark.errors import SolsparkError
 from solspark.methods.sol import sol_attn
 from solspark.methods.spark_config import ReblockConfig
 from solspark.methods.spark_order import plan_orders
@@ -365,7 +366,7 @@ def main(argv: Sequence[str] | None = None, program: str = "solspark bench quali
     cuda = torch.cuda.is_available()
     parse = argparse.ArgumentParser(prog=program, description=__doc__)
     add = parse.add_argument
-    add("--problem", default="tiny", help="names, comma-separated")
+    add("--problem", help="names, comma-separated; tiny, or that of --activations")
     add("--heads", type=int, help="use only the first heads (every kind is among five)")
     add("--only", type=int, default=len(SWEEPS), help="take the first N sweeps; 4 calibrate")
     add("--dtype", default="bf16" if cuda else "fp32", choices=runner.DTYPES)
@@ -382,7 +383,7 @@ def main(argv: Sequence[str] | None = None, program: str = "solspark bench quali
 
     try:
         settings = runner.Settings(
-            problems=tuple(get_problem(name) for name in options.problem.split(",")),
+            problems=runner.wanted_problems(options.problem, options.activations),
             levels=("quality",),
             inputs="file" if options.activations else "video",
             file=options.activations,
@@ -395,7 +396,7 @@ def main(argv: Sequence[str] | None = None, program: str = "solspark bench quali
             run=options.run or fresh_run_id(),
             commit=options.commit or current_commit(),
         )
-    except ValueError as error:
+    except (ValueError, OSError, SolsparkError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
     session = runner.Session(settings, lambda text: print(text, file=sys.stderr, flush=True))

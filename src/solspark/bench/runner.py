@@ -23,7 +23,7 @@ import torch
 from solspark.bench import rows as rows_module
 from solspark.bench.case import METHODS, Case, Method, Unavailable, methods_of
 from solspark.bench.gate import Verdict
-from solspark.bench.inputs import KINDS, PRECISIONS, Inputs, make_inputs
+from solspark.bench.inputs import KINDS, PRECISIONS, Inputs, make_inputs, recorded_problem
 from solspark.bench.problems import PROBLEMS, Problem, get_problem
 from solspark.bench.report import baselines, speed_up
 from solspark.bench.rows import Row
@@ -32,6 +32,7 @@ from solspark.errors import SolsparkError
 from solspark.ops._dispatch import collect_records
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DEFAULT_PROBLEM = "tiny"
 LEVELS = ("attend", "call", "layer", "plan", "reweight", "dit", "checks", "quality")
 CASE_MODULES = ("baselines", "ours", "peers", "checks", "dit", "quality")
 SUBCOMMANDS = {
@@ -145,7 +146,7 @@ def parser(program: str) -> argparse.ArgumentParser:
         epilog="Further commands: " + ", ".join(SUBCOMMANDS) + f" ({program} COMMAND --help).",
     )
     add = parse.add_argument
-    add("--problem", default="tiny", help="names, comma-separated: " + ", ".join(PROBLEMS))
+    add("--problem", help=f"comma-separated (default {DEFAULT_PROBLEM}): " + ", ".join(PROBLEMS))
     add("--level", default="call", help="comma-separated: " + ", ".join(LEVELS))
     add("--methods", default="", help="comma-separated; empty for the level's own list")
     add("--topk-ratio", default="", help="budgets to sweep (default 0.1 unless --tau is given)")
@@ -160,7 +161,12 @@ def parser(program: str) -> argparse.ArgumentParser:
     add("--sweep", action="append", default=[], metavar="NAME=A,B", help="sweep any option")
     add("--set", action="append", default=[], metavar="NAME=VALUE", help="fix any option of ours")
     add("--inputs", default="gaussian", choices=KINDS[:2])
-    add("--activations", type=Path, help="safetensors with query, key, value to measure on")
+    add(
+        "--activations",
+        type=Path,
+        help="safetensors with query, key, value to measure on; a file of `solspark capture` "
+        "says itself which problem it is",
+    )
     add("--heads", type=int, help="use fewer heads than the problem has")
     add("--dtype", default="bf16" if cuda else "fp32", choices=DTYPES)
     add("--device", default="cuda" if cuda else "cpu")
@@ -195,6 +201,19 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+def wanted_problems(names: str | None, file: Path | None) -> tuple[Problem, ...]:
+    """Return the problems of --problem; without it that of the file, or else the tiny one.
+
+    Raises:
+        ValueError: an unknown name, or a file that is none.
+    """
+    if names is None and file is not None:
+        recorded = recorded_problem(file)
+        if recorded is not None:
+            return (recorded,)
+    return tuple(get_problem(name) for name in _words(names or DEFAULT_PROBLEM))
+
+
 def settings_from(arguments: argparse.Namespace) -> Settings:
     """Return the settings of parsed arguments.
 
@@ -227,7 +246,7 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
         if level not in LEVELS:
             raise ValueError(f"--level: expected one of {', '.join(LEVELS)}, got {level!r}")
     return Settings(
-        problems=tuple(get_problem(name) for name in _words(arguments.problem)),
+        problems=wanted_problems(arguments.problem, arguments.activations),
         levels=levels,
         methods=_words(arguments.methods),
         sweeps=sweeps,

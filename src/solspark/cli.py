@@ -1,7 +1,7 @@
 """The command line: parse, call, print.
 
-`solspark generate` makes a clip, `env` says what is installed and what would run, `explain` says
-the same of one call, `bench` measures.
+`solspark generate` makes a clip, `capture` saves what a model's attention reads, `env` says what is
+installed and what would run, `explain` says the same of one call, `bench` measures.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import torch
 from .bench.command import bench_app
 from .diagnose import Served, environment, estimate, explain
 from .errors import SolsparkError
+from .integrations.capture import capture
 from .integrations.generation import DEFAULT_PROMPT, GenerateOptions, generate
 from .types import AttentionCall
 
@@ -166,6 +167,68 @@ def generate_command(
         with _terminable(), _step_display() as progress:
             report, files = generate(options, progress)
         _print_runs(report)
+        for path in files:
+            out.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+@app.command("capture")
+def capture_command(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="tiny (random weights, no download), a local folder or a name on the hub."
+        ),
+    ] = "tiny",
+    layers: Annotated[
+        str, typer.Option(help="Transformer blocks, comma-separated; empty for the middle one.")
+    ] = "",
+    evaluations: Annotated[
+        str,
+        typer.Option(
+            help="Transformer evaluations from 0, comma-separated; empty for the middle one."
+        ),
+    ] = "",
+    prompt: Annotated[str, typer.Option(help="What to show.")] = DEFAULT_PROMPT,
+    height: Annotated[int | None, typer.Option(help="Pixels, a multiple of 32.")] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels, a multiple of 32.")] = None,
+    frames: Annotated[
+        int | None, typer.Option(help="At 24 a second; rounded up to 17 n + 5, 5 to 15 s.")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(help="In place of --frames.")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Transformer evaluations (grid points less one): 19; 5 for tiny."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
+    folder: Annotated[str, typer.Option("--out", help="Folder for the files.")] = "out",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Save Q, K and V of chosen attention calls of a dense run, to measure on them.
+
+    Writes one .safetensors a layer and evaluation, 3 GiB each for ten seconds at 1344x768, which
+    `solspark bench --activations FILE` replays. The prompt is among what a file says of itself. The
+    run ends after the last evaluation asked for. Ctrl-C leaves no file behind.
+    """
+    with _reported("capture", context):
+        run = GenerateOptions(
+            model=model,
+            method="dense",
+            prompt=prompt,
+            height=height,
+            width=width,
+            frames=frames,
+            seconds=seconds,
+            steps=steps,
+            seed=seed,
+            out=folder,
+            device=device,
+            dtype=dtype,
+        )
+        chosen = (_indices("layers", layers), _indices("evaluations", evaluations))
+        with _terminable(), _step_display() as progress:
+            files = capture(run, *chosen, progress)
         for path in files:
             out.print(f"wrote {path}", highlight=False, soft_wrap=True)
 
@@ -339,6 +402,14 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, saved)
+
+
+def _indices(name: str, text: str) -> list[int]:
+    """Read comma-separated numbers."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() for word in words):
+        raise ValueError(f"{name}: expected numbers from 0 such as 0,12,24; got {text!r}")
+    return [int(word) for word in words]
 
 
 def _named_value(text: str) -> tuple[str, Any]:

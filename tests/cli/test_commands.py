@@ -26,7 +26,7 @@ def invoke(line: str):
 def test_help_names_every_command():
     result = invoke("--help")
     assert result.exit_code == 0
-    for command in ("generate", "env", "explain", "bench"):
+    for command in ("generate", "capture", "env", "explain", "bench"):
         assert command in result.output
 
 

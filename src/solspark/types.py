@@ -107,6 +107,65 @@ class BlockSummaries:
             raise ValueError(f"summaries.parents: expected int32, got {self.parents.dtype}")
 
 
+@dataclass(frozen=True, eq=False)
+class QuantizedQKV:
+    """The INT8 operands of a call and its block statistics; Tp = 64 N padded tokens.
+
+    Args:
+        query, key, value: int8 [B, H, Tp, D]; key is centred by `key_center`; dead rows are zero.
+        query_scale, key_scale: float32 [B, H, Tp], zero for dead rows.
+        key_bias: float32 [B, Tp], log2 units: 0, the bias, or -3e38 for dead keys.
+        value_scale: float32 [B, H, D].
+        query_means, key_means: float32 [B, H, N, D], not centred.
+        value_sums: bfloat16 [B, H, N, D].
+        centroid, pooled: int8 [B, H, N, D]: query means, and key means minus `key_mean`.
+        centroid_scale, pooled_scale: float32 [B, H, N].
+        key_mean, key_var: float32 [B, H, D]: mean and variance of the key means over blocks.
+        key_center: float32 [B, H, D], what was subtracted from the keys.
+        shift: float32 [B, H, D], key_mean - key_center in the basis of the integers.
+        lengths: int64 [N], live rows a block.
+        tokens: T.
+        rotated: whether the integers of Q and K are in the rotated basis.
+    """
+
+    query: Tensor
+    query_scale: Tensor
+    key: Tensor
+    key_scale: Tensor
+    key_bias: Tensor
+    value: Tensor
+    value_scale: Tensor
+    query_means: Tensor
+    key_means: Tensor
+    value_sums: Tensor
+    centroid: Tensor
+    centroid_scale: Tensor
+    pooled: Tensor
+    pooled_scale: Tensor
+    key_mean: Tensor
+    key_var: Tensor
+    key_center: Tensor
+    shift: Tensor
+    lengths: Tensor
+    tokens: int
+    rotated: bool = False
+
+    def __post_init__(self) -> None:
+        batch, _, rows, _ = self.query.shape
+        if rows != BLOCK * block_count(self.tokens) or self.lengths.numel() * BLOCK != rows:
+            raise ValueError(
+                f"qkv.query: expected {BLOCK * block_count(self.tokens)} padded rows for "
+                f"{self.tokens} tokens, got {rows}"
+            )
+        for name in ("query", "key", "value", "centroid", "pooled"):
+            if getattr(self, name).dtype != torch.int8:
+                raise ValueError(f"qkv.{name}: expected int8, got {getattr(self, name).dtype}")
+        if self.key_bias.shape != (batch, rows):
+            raise ValueError(
+                f"qkv.key_bias: expected [{batch}, {rows}], got {tuple(self.key_bias.shape)}"
+            )
+
+
 @dataclass(frozen=True)
 class TokenGrid:
     """The (frames, height, width) raster of a video segment.

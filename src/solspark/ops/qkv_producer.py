@@ -8,18 +8,17 @@ import torch
 from torch import Tensor
 
 from solspark.ops import _dispatch
-from solspark.reference.sol_int8 import live_lengths, live_rows
-from solspark.reference.sol_int8_quantized import (
+from solspark.reference.qkv_producer import (
     POOLED_FLOOR,
     SCALE_FLOOR,
-    QuantizedQKV,
     basis,
     bias_in_log2,
     block_statistics,
     norm_rope,
     quantize_rows,
 )
-from solspark.types import BLOCK, AttentionCall
+from solspark.reference.sol_int8 import live_lengths, live_rows
+from solspark.types import BLOCK, AttentionCall, QuantizedQKV
 
 __all__ = ["QuantizedQKV", "qkv_producer", "quantize_qkv"]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from solspark import _checks
 from solspark.ops import _dispatch
+from solspark.reference.qkv_producer import NEG, basis, quantize_rows
 from solspark.reference.sol_int8 import LOG2E, live_rows, route
 from solspark.reference.sol_int8_quantized import (
     BELOW,
@@ -17,19 +18,15 @@ from solspark.reference.sol_int8_quantized import (
     GROUP,
     LEVELS,
     MASKED,
-    NEG,
     OCTAVES,
-    QuantizedQKV,
     admission_edge,
-    basis,
     biased_blocks,
     bins,
     candidates,
     largest_tokens,
     merge_states,
-    quantize_rows,
 )
-from solspark.types import BLOCK, AttentionCall
+from solspark.types import BLOCK, AttentionCall, QuantizedQKV
 
 __all__ = ["TOKEN_BUDGETS", "sol_int8"]
 

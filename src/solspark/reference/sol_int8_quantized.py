@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from solspark._checks import resolve_scale
-from solspark.reference.quantize import rotate as hadamard_rotate
-from solspark.reference.sol_int8 import LOG2E, coarse, live_lengths, live_rows, route
-from solspark.types import BLOCK
+from solspark.reference.qkv_producer import NEG, basis, quantize_rows
+from solspark.reference.sol_int8 import LOG2E, coarse, live_rows, route
+from solspark.types import BLOCK, QuantizedQKV
 
-NEG = -3.0e38
-"""Finite stand-in for minus infinity."""
 MASKED = -1.0e37
 """Scores at or below this are masked."""
-SCALE_FLOOR = 1e-8
-POOLED_FLOOR = 1e-12
 OCTAVES = 20.0
 """A tile's probabilities are scaled to its own maximum, but at most this far below the running
 one."""
@@ -29,182 +24,6 @@ FINE_BINS, COARSE_BINS = 96, 32
 FINE_WIDTH, COARSE_WIDTH, BELOW = 0.25, 2.0, 8.0
 FINE_SPAN = FINE_BINS * FINE_WIDTH
 TOP_EDGE = FINE_SPAN + COARSE_BINS * COARSE_WIDTH
-
-
-@dataclass(frozen=True, eq=False)
-class QuantizedQKV:
-    """The INT8 operands of a call and its block statistics; Tp = 64 N padded tokens.
-
-    Args:
-        query, key, value: int8 [B, H, Tp, D]; key is centred by `key_center`; dead rows are zero.
-        query_scale, key_scale: float32 [B, H, Tp], zero for dead rows.
-        key_bias: float32 [B, Tp], log2 units: 0, the bias, or NEG for dead keys.
-        value_scale: float32 [B, H, D].
-        query_means, key_means: float32 [B, H, N, D], not centred.
-        value_sums: bfloat16 [B, H, N, D].
-        centroid, pooled: int8 [B, H, N, D]: query means, and key means minus `key_mean`.
-        centroid_scale, pooled_scale: float32 [B, H, N].
-        key_mean, key_var: float32 [B, H, D]: mean and variance of the key means over blocks.
-        key_center: float32 [B, H, D], what was subtracted from the keys.
-        shift: float32 [B, H, D], key_mean - key_center in the basis of the integers.
-        lengths: int64 [N], live rows a block.
-        tokens: T.
-        rotated: whether the integers of Q and K are in the rotated basis.
-    """
-
-    query: Tensor
-    query_scale: Tensor
-    key: Tensor
-    key_scale: Tensor
-    key_bias: Tensor
-    value: Tensor
-    value_scale: Tensor
-    query_means: Tensor
-    key_means: Tensor
-    value_sums: Tensor
-    centroid: Tensor
-    centroid_scale: Tensor
-    pooled: Tensor
-    pooled_scale: Tensor
-    key_mean: Tensor
-    key_var: Tensor
-    key_center: Tensor
-    shift: Tensor
-    lengths: Tensor
-    tokens: int
-    rotated: bool = False
-
-
-def basis(x: Tensor, rotated: bool) -> Tensor:
-    """Return rows in the basis of the integers: rotated by an orthonormal Hadamard, or as is."""
-    return hadamard_rotate(x, x.shape[-1]) if rotated else x
-
-
-def quantize_rows(x: Tensor, floor: float = SCALE_FLOOR) -> tuple[Tensor, Tensor]:
-    """Return int8 rows and their scales: max(absmax / 127, floor), round half to even."""
-    scale = (x.abs().amax(-1) / 127.0).clamp_min(floor)
-    return (x / scale[..., None]).round().clamp(-127, 127).to(torch.int8), scale
-
-
-def bias_in_log2(key_bias: Tensor | None, live: Tensor, batch: int, tokens: int) -> Tensor:
-    """Return what is added to the scores of each padded key, float32 [B, Tp]."""
-    padded = torch.zeros(batch, live.numel(), dtype=torch.float32, device=live.device)
-    if key_bias is not None:
-        padded[:, :tokens] = (key_bias.float() * LOG2E).clamp_min(NEG)
-    return padded.masked_fill(~live, NEG)
-
-
-def block_statistics(key_means: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and population variance over blocks of key means [..., N, D]."""
-    mean = key_means.mean(-2)
-    return mean, (key_means.square().mean(-2) - mean.square()).clamp_min(0.0)
-
-
-def quantize_qkv(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    key_bias: Tensor | None = None,
-    block_len: Tensor | None = None,
-    key_center: Tensor | None = None,
-    value_scale: Tensor | None = None,
-    rotate: bool = False,
-) -> QuantizedQKV:
-    """Quantise Q, centred K and V, and pool them.
-
-    Args:
-        query, key, value: [B, T, H, D].
-        key_bias: natural log [B, T].
-        block_len: integers [N], live rows of each block.
-        key_center: [B, H, D], subtracted from the keys; None takes the mean of the block means.
-        value_scale: [B, H, D]; None takes max(absmax / 127, 1e-8) of the live rows.
-        rotate: rotate Q and K before they are quantised; statistics are taken before.
-
-    Numerics: float32 throughout, whatever the input type.
-
-    Source: INT8 specification 2.2, 2.3.
-    """
-    tokens = query.shape[1]
-    lengths = live_lengths(block_len, tokens, query.device)
-    live = live_rows(lengths)
-    blocks = lengths.numel()
-
-    def padded(x: Tensor) -> Tensor:
-        rows = torch.nn.functional.pad(
-            x.float().transpose(1, 2), (0, 0, 0, blocks * BLOCK - tokens)
-        )
-        return rows.masked_fill(~live[:, None], 0.0)
-
-    q, k, v = padded(query), padded(key), padded(value)
-    count = lengths.float()[:, None]
-    sums = [x.unflatten(2, (blocks, BLOCK)).sum(3) for x in (q, k, v)]
-    query_means, key_means = sums[0] / count, sums[1] / count
-    key_mean, key_var = block_statistics(key_means)
-    key_center = key_mean if key_center is None else key_center.float()
-    if value_scale is None:
-        value_scale = (v.abs().amax(2) / 127.0).clamp_min(SCALE_FLOOR)
-
-    query8, query_scale = quantize_rows(basis(q, rotate))
-    centred = (k - key_center[:, :, None]).masked_fill(~live[:, None], 0.0)
-    key8, key_scale = quantize_rows(basis(centred, rotate))
-    value8 = (v / value_scale[:, :, None]).round().clamp(-127, 127).to(torch.int8)
-    centroid, centroid_scale = quantize_rows(basis(query_means, rotate))
-    pooled, pooled_scale = quantize_rows(
-        basis(key_means - key_mean[:, :, None], rotate), POOLED_FLOOR
-    )
-    return QuantizedQKV(
-        query=query8,
-        query_scale=query_scale.masked_fill(~live, 0.0),
-        key=key8,
-        key_scale=key_scale.masked_fill(~live, 0.0),
-        key_bias=bias_in_log2(key_bias, live, query.shape[0], tokens),
-        value=value8,
-        value_scale=value_scale,
-        query_means=query_means,
-        key_means=key_means,
-        value_sums=sums[2].bfloat16(),
-        centroid=centroid,
-        centroid_scale=centroid_scale,
-        pooled=pooled,
-        pooled_scale=pooled_scale,
-        key_mean=key_mean,
-        key_var=key_var,
-        key_center=key_center,
-        shift=basis(key_mean - key_center, rotate),
-        lengths=lengths,
-        tokens=tokens,
-        rotated=rotate,
-    )
-
-
-def norm_rope(x: Tensor, weight: Tensor, freqs: Tensor, eps: float) -> Tensor:
-    """Normalise rows and rotate their first channels, split-half.
-
-        n = bf16(x rsqrt(mean x^2 + eps) w)
-        y_c = F00 n_c + F01 n_(c + r/2),  y_(c + r/2) = F10 n_c + F11 n_(c + r/2),  c < r/2
-
-    Args:
-        x: [T, H, D].
-        weight: [D], used as bfloat16.
-        freqs: float32 [T, r/2, 2, 2].
-        eps: of the norm.
-
-    Returns:
-        bfloat16 [T, H, D].
-
-    Numerics: float32, rounded to bfloat16 after the norm and after the rotation.
-
-    Source: INT8 specification 2.1.
-    """
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    normed = (normed * weight.bfloat16().float()).bfloat16()
-    half = freqs.shape[1]
-    low, high = normed[..., :half].float(), normed[..., half : 2 * half].float()
-    f = freqs.float()[:, None]
-    turned = [f[..., i, 0] * low + f[..., i, 1] * high for i in (0, 1)]
-    return torch.cat([*(part.bfloat16() for part in turned), normed[..., 2 * half :]], -1)
 
 
 def proxy_scores(qkv: QuantizedQKV, scale: float) -> Tensor:

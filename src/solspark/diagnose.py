@@ -19,8 +19,8 @@ from .ops import _dispatch
 from .types import BLOCK, AttentionCall, block_count
 
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "numpy")
-FLOAT32_INPUTS = frozenset({"anchors", "select_blocks"})
-"""Operations that read means and scores, float32 whatever the attention's dtype (or float64)."""
+FLOAT32_INPUTS = frozenset({"anchors", "metric_factor", "select_blocks"})
+"""Operations that read means, moments or scores: float32 (or float64) whatever the attention's."""
 
 
 @dataclass(frozen=True)

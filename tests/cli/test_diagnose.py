@@ -52,6 +52,13 @@ def test_the_best_that_can_serve_is_named_with_the_reasons_of_the_others(monkeyp
     assert [name for name, _ in pool.declined] == ["hopper", "triton", "eager"]
 
 
+def test_bfloat16_attention_factors_its_moments_in_the_kernel():
+    pytest.importorskip("triton")
+    call = replace(CALL, dtype=torch.bfloat16, device_type="cuda", capability=(9, 0))
+    (found,) = [item for item in diagnose.explain(call) if item.operation == "metric_factor"]
+    assert found.implementation == "triton"
+
+
 def test_an_operation_on_scores_is_asked_about_float32(monkeypatch):
     seen = {}
 

@@ -525,7 +525,10 @@ def _attend_summaries(
 
 
 def _aligned(*tensors: Tensor) -> bool:
-    """Say whether base pointers and strides are multiples of 16 bytes, as TMA asks."""
+    """Say whether base pointers and strides are multiples of 16 bytes, as TMA asks.
+
+    A compiled graph does not know where a view begins; there the launch sees to it.
+    """
     size = tensors[0].element_size()
     steps = [
         stride * size
@@ -533,8 +536,14 @@ def _aligned(*tensors: Tensor) -> bool:
         for stride, length in zip(tensor.stride()[:-1], tensor.shape, strict=False)
         if length > 1
     ]
-    steps += [tensor.storage_offset() * size for tensor in tensors]
+    if not torch.compiler.is_compiling():
+        steps += [tensor.storage_offset() * size for tensor in tensors]
     return all(step % 16 == 0 for step in steps)
+
+
+def _begin_aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy of it if it does not begin at a multiple of 16 bytes."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _fake_out(query: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:

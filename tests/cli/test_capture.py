@@ -88,6 +88,8 @@ def test_quality_knows_it_too(captured, tmp_path):
     found = [json.loads(line) for line in rows.read_text().splitlines()]
     assert found and all(row["heads"] == 1 for row in found)
     assert {row["problem"] for row in found} == {"tiny-37x3x5-layer01-evaluation00"}
+    assert "| tiny-37x3x5-layer01-evaluation00, 1 heads, captured |" in result.stdout
+    assert "kinds of the first heads" not in result.stdout
 
 
 def test_a_file_is_held_against_the_problem_named(captured, tmp_path):

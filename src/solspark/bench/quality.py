@@ -309,9 +309,15 @@ def route_masks(
 
 def calibration_table(rows: Sequence[Row]) -> str:
     """Return the published figures beside ours, in Markdown, a column for each problem."""
-    shown = [row for row in rows if row.level == "quality" and row.options.get("inputs") == "video"]
-    groups = list(dict.fromkeys((row.problem, row.heads) for row in shown))
-    lines = ["| figure | published | " + " | ".join(f"{p}, {h} heads" for p, h in groups) + " |"]
+    origin = {"video": "", "file": ", captured"}
+    shown = [row for row in rows if row.level == "quality" and row.options.get("inputs") in origin]
+
+    def group_of(row: Row) -> tuple[str, int, str]:
+        return row.problem, row.heads, origin[row.options["inputs"]]
+
+    groups = list(dict.fromkeys(map(group_of, shown)))
+    names = " | ".join(f"{problem}, {heads} heads{words}" for problem, heads, words in groups)
+    lines = [f"| figure | published | {names} |"]
     lines.append("|---|---|" + "---|" * len(groups))
     for target in TARGETS:
         cells = []
@@ -319,7 +325,7 @@ def calibration_table(rows: Sequence[Row]) -> str:
             values = [
                 target.read(row)
                 for row in shown
-                if (row.problem, row.heads) == group
+                if group_of(row) == group
                 and row.method == target.method
                 and all(row.options.get(k) == v for k, v in target.options.items())
                 and set(row.options) <= {*target.options, "inputs", "heads"}
@@ -410,6 +416,7 @@ def main(argv: Sequence[str] | None = None, program: str = "solspark bench quali
     runner.print_table(runner.table(session.rows, untimed=True))
     print()
     print(calibration_table(session.rows))
-    kinds = ", ".join(head_kind(head) for head in range(min(options.heads or 10, 10)))
-    print(f"\nkinds of the first heads: {kinds}")
+    if not options.activations:
+        kinds = ", ".join(head_kind(head) for head in range(min(options.heads or 10, 10)))
+        print(f"\nkinds of the first heads: {kinds}")
     return 1 if session.failed else 0

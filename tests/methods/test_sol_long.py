@@ -48,10 +48,13 @@ def test_sampled_rows_of_a_long_call(tokens: int, dtype: torch.dtype) -> None:
 
 
 def test_work_space_is_a_few_heads_at_a_time() -> None:
-    """Besides the output: means, plan, and some heads in float32. One head's logits are 1 GiB."""
+    """Besides the output: means, plan, and some heads in float32, under half a head's logits."""
     tensors = make_qkv(1, 16_384, 16, 64)
+    # Libraries load their code at first use; that is no work space.
+    sol_attn(*(tensor[:, :1024] for tensor in tensors), topk_ratio=0.02)
     with PeakMemory() as peak:
         out = sol_attn(*tensors, topk_ratio=0.02)
     if peak.bytes is None:
         pytest.skip("this system does not tell a process its peak memory")
-    assert peak.bytes - out.numel() * 4 < 320 * 2**20
+    logits_of_a_head = 16_384**2 * 4
+    assert peak.bytes - out.numel() * 4 < logits_of_a_head / 2

@@ -1,4 +1,4 @@
-"""Score and threshold kernels: close to the oracle in the interpreter, compiled for every target."""
+"""Score and threshold kernels: close to the oracle in the interpreter; all targets compile."""
 
 from __future__ import annotations
 

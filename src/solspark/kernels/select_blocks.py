@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# fmt: off
 # Rows up to this many key blocks (131,072 tokens) stay in registers while the cut is searched;
 # longer ones are read again from L1.
 CHUNK = 2048
@@ -52,22 +53,9 @@ _CUT_FREE = ["heads", "query_blocks", "key_blocks", "top_k", "ssb", "ssh", "slb"
 
 @triton.jit(do_not_specialize=_CUT_FREE)
 def cut_blocks_kernel(
-    scores_ptr,
-    column_ptr,
-    live_ptr,
-    cut_ptr,
-    spare_ptr,
-    heads,
-    query_blocks,
-    key_blocks,
-    top_k,
-    ssb: tl.int64,
-    ssh: tl.int64,
-    slb: tl.int64,
-    slh: tl.int64,
-    CHUNK: tl.constexpr,
-    HAS_LIVE: tl.constexpr,
-    SINGLE: tl.constexpr,
+    scores_ptr, column_ptr, live_ptr, cut_ptr, spare_ptr, heads, query_blocks, key_blocks, top_k,
+    ssb: tl.int64, ssh: tl.int64, slb: tl.int64, slh: tl.int64,
+    CHUNK: tl.constexpr, HAS_LIVE: tl.constexpr, SINGLE: tl.constexpr,
 ):
     pid = tl.program_id(0)
     i = pid % query_blocks
@@ -130,10 +118,10 @@ _FREE = [
 @triton.jit(do_not_specialize=_FREE)
 def select_blocks_kernel(
     scores_ptr, thr_ptr, cut_ptr, spare_ptr, column_ptr, row_ptr, live_ptr, bits_ptr, index_ptr,
-    count_ptr, heads, query_blocks, key_blocks, radius, words, width, ssb: tl.int64, ssh: tl.int64,
-    stb: tl.int64, sth: tl.int64, slb: tl.int64, slh: tl.int64, sob: tl.int64, soh: tl.int64,
-    sib: tl.int64, sih: tl.int64, scb: tl.int64, sch: tl.int64, CHUNK: tl.constexpr,
-    TOP_K: tl.constexpr, HAS_LIVE: tl.constexpr,
+    count_ptr, heads, query_blocks, key_blocks, radius, words, width,
+    ssb: tl.int64, ssh: tl.int64, stb: tl.int64, sth: tl.int64, slb: tl.int64, slh: tl.int64,
+    sob: tl.int64, soh: tl.int64, sib: tl.int64, sih: tl.int64, scb: tl.int64, sch: tl.int64,
+    CHUNK: tl.constexpr, TOP_K: tl.constexpr, HAS_LIVE: tl.constexpr,
 ):
     pid = tl.program_id(0)
     i = pid % query_blocks
@@ -146,6 +134,7 @@ def select_blocks_kernel(
     lane = tl.arange(0, 32)
     offs = offs_w[:, None] * 32 + lane[None, :]
 
+    # What decides: the cut and how many of the scores that equal it fit, or the row's threshold.
     if TOP_K:
         cut = tl.load(cut_ptr + pid)
         spare = tl.load(spare_ptr + pid)
@@ -192,8 +181,17 @@ def select_blocks_kernel(
 
 
 def launch_select_blocks(
-    scores: Tensor, thresholds: Tensor | None, columns: Tensor, rows: Tensor, live: Tensor | None,
-    bits: Tensor, indices: Tensor, counts: Tensor, *, top_k: int, local_radius: int,
+    scores: Tensor,
+    thresholds: Tensor | None,
+    columns: Tensor,
+    rows: Tensor,
+    live: Tensor | None,
+    bits: Tensor,
+    indices: Tensor,
+    counts: Tensor,
+    *,
+    top_k: int,
+    local_radius: int,
     chunk: int = CHUNK,
 ) -> None:
     """Enqueue selection into bits [B, H, NQ, W], indices [B, H, NQ, M] and counts [B, H, NQ].
@@ -211,55 +209,17 @@ def launch_select_blocks(
         live_strides = (live.stride(0), live.stride(1) if live.shape[1] > 1 else 0)
     cut = spare = counts
     if thresholds is None:
-        cut, spare = counts.new_empty(2, rows_total)
+        # Two allocations: the second half of one would be aligned for some lengths only.
+        cut, spare = counts.new_empty(rows_total), counts.new_empty(rows_total)
         cut_blocks_kernel[(rows_total,)](
-            scores,
-            columns,
-            alive,
-            cut,
-            spare,
-            heads,
-            nq,
-            nk,
-            top_k,
-            scores.stride(0),
-            scores.stride(1),
-            *live_strides,
-            CHUNK=chunk,
-            HAS_LIVE=live is not None,
-            SINGLE=nk <= chunk,
-            num_warps=4,
+            scores, columns, alive, cut, spare, heads, nq, nk, top_k,
+            *scores.stride()[:2], *live_strides,
+            CHUNK=chunk, HAS_LIVE=live is not None, SINGLE=nk <= chunk, num_warps=4,
         )
     select_blocks_kernel[(rows_total,)](
-        scores,
-        thr,
-        cut,
-        spare,
-        columns,
-        rows,
-        alive,
-        bits,
-        indices,
-        counts,
-        heads,
-        nq,
-        nk,
-        local_radius,
-        bits.shape[3],
-        indices.shape[3],
-        scores.stride(0),
-        scores.stride(1),
-        thr.stride(0),
-        thr.stride(1),
-        *live_strides,
-        bits.stride(0),
-        bits.stride(1),
-        indices.stride(0),
-        indices.stride(1),
-        counts.stride(0),
-        counts.stride(1),
-        CHUNK=WRITE_CHUNK,
-        TOP_K=thresholds is None,
-        HAS_LIVE=live is not None,
-        num_warps=1,
+        scores, thr, cut, spare, columns, rows, alive, bits, indices, counts,
+        heads, nq, nk, local_radius, bits.shape[3], indices.shape[3],
+        *scores.stride()[:2], *thr.stride()[:2], *live_strides,
+        *bits.stride()[:2], *indices.stride()[:2], *counts.stride()[:2],
+        CHUNK=WRITE_CHUNK, TOP_K=thresholds is None, HAS_LIVE=live is not None, num_warps=1,
     )

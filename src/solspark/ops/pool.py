@@ -181,7 +181,8 @@ def _launch(
     """Launch the Triton kernels; means that were not asked for come back empty."""
     from solspark.kernels.pool import launch_pool
 
-    return launch_pool(query, key, value, key_bias)
+    with torch.cuda.device_of(key):
+        return launch_pool(query, key, value, key_bias)
 
 
 _operator = torch.library.custom_op("solspark::pool", _launch, mutates_args=())

@@ -182,7 +182,8 @@ def _launch_scores(query_means: Tensor, key_means: Tensor, scale_log2: float) ->
     """Launch the Triton kernel of the scores."""
     from solspark.kernels.score_blocks import launch_score_blocks
 
-    return launch_score_blocks(query_means, key_means, scale_log2=scale_log2)
+    with torch.cuda.device_of(query_means):
+        return launch_score_blocks(query_means, key_means, scale_log2=scale_log2)
 
 
 _score_operator = torch.library.custom_op("solspark::score_blocks", _launch_scores, mutates_args=())
@@ -205,7 +206,8 @@ def _launch_thresholds(
     """Launch the Triton kernel of the diag thresholds."""
     from solspark.kernels.score_blocks import launch_thresholds
 
-    return launch_thresholds(query_means, key_mean, key_var, scale_log2=scale_log2, tau=tau)
+    with torch.cuda.device_of(query_means):
+        return launch_thresholds(query_means, key_mean, key_var, scale_log2=scale_log2, tau=tau)
 
 
 _threshold_operator = torch.library.custom_op(

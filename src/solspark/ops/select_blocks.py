@@ -291,18 +291,19 @@ def _launch(
         row_flags[first:stop] = 1
     bits, indices, counts = _empty_plan(scores, width)
     alive = None if live is None else live.view(torch.uint8)
-    launch_select_blocks(
-        scores,
-        thresholds,
-        column_flags,
-        row_flags,
-        alive,
-        bits,
-        indices,
-        counts,
-        top_k=top_k,
-        local_radius=local_radius,
-    )
+    with torch.cuda.device_of(scores):
+        launch_select_blocks(
+            scores,
+            thresholds,
+            column_flags,
+            row_flags,
+            alive,
+            bits,
+            indices,
+            counts,
+            top_k=top_k,
+            local_radius=local_radius,
+        )
     return bits, indices, counts
 
 

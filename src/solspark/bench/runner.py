@@ -39,6 +39,7 @@ SUBCOMMANDS = {
     "report": "solspark.bench.report",
     "plots": "solspark.bench.plots",
     "quality": "solspark.bench.quality",
+    "router": "solspark.bench.router_bench",
 }
 """First word of the command line -> the module whose `main(arguments, program)` takes the rest."""
 

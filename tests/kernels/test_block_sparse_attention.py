@@ -1,0 +1,331 @@
+"""The attention kernel: close to the oracle in the interpreter, compiled for every target."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from solspark._checks import normalise_key_bias
+from solspark.ops.block_sparse_attention import _run_kernel
+from solspark.reference.block_sparse_attention import block_sparse_attention as reference
+from solspark.reference.pool import pool
+from solspark.reference.select_blocks import plan_from_mask
+from solspark.testing import (
+    assert_close_to_oracle,
+    make_qkv,
+    nan_filled_allocations,
+    random_mask,
+)
+from solspark.types import BlockSummaries
+
+pytest.importorskip("triton")
+
+from solspark.kernels.block_sparse_attention import launch_block_sparse_attention
+
+TAILS = ("none", "query", "block")
+HALF = torch.float16
+Tensors = tuple[Tensor, Tensor, Tensor]
+
+# The interpreter computes with numpy, which warns of log 0 even where it is meant.
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in:RuntimeWarning")
+
+
+def test_in_the_interpreter(interpret):
+    interpret(__file__)
+
+
+def summaries_of(tensors: Tensors, tail: str = "query", bias: Tensor | None = None):
+    if tail == "none":
+        return None
+    pooled = pool(None, tensors[1], tensors[2], key_bias=bias)
+    assert pooled.value_means is not None
+    mass = pooled.log_mass.float().expand(pooled.key_means.shape[:3])
+    return BlockSummaries(pooled.key_means[:, None], pooled.value_means[:, None], mass[:, None])
+
+
+def run(
+    tensors: Tensors,
+    mask: Tensor,
+    summaries: BlockSummaries | None,
+    *,
+    tail: str = "query",
+    key_bias: Tensor | None = None,
+    scale: float | None = None,
+    kv_splits: int = 1,
+    return_lse: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Attend with the kernel, on free memory full of NaN."""
+    query, key, _ = tensors
+    plan = plan_from_mask(mask, query_tokens=query.shape[1], key_tokens=key.shape[1])
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    bias = normalise_key_bias(key_bias, query.shape[0], query.shape[2], key.shape[1], key)
+    with nan_filled_allocations():
+        return _run_kernel(
+            *tensors, plan, summaries, scale, bias, tail, kv_splits, return_lse
+        )
+
+
+def check(
+    tensors: Tensors, mask: Tensor, summaries: BlockSummaries | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    result = run(tensors, mask, summaries, **options)
+    options.pop("kv_splits", None)
+    tokens = {"query_tokens": tensors[0].shape[1], "key_tokens": tensors[1].shape[1]}
+    given = {"plan": plan_from_mask(mask, **tokens), "return_lse": True, **options}
+    peer = reference(*tensors, summaries=summaries, **given)
+    if summaries is not None:
+        wide = (summaries.keys.double(), summaries.values.double())
+        summaries = replace(summaries, keys=wide[0], values=wide[1])
+    oracle = reference(*(item.double() for item in tensors), summaries=summaries, **given)
+    for name, actual, best, same in zip(("out", "lse"), result, oracle, peer, strict=True):
+        assert actual.dtype == same.dtype, name
+        assert_close_to_oracle(actual, best, same, name=name)
+    return result
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130])
+def test_close_to_the_oracle(tokens: int, tail: str):
+    for dtype in (HALF, torch.float32) if tokens == 130 else (HALF,):
+        tensors = make_qkv(2, tokens, 2, 64, dtype=dtype)
+        mask = random_mask(2, 2, tokens, tokens, density=0.5)
+        check(tensors, mask, summaries_of(tensors, tail), tail=tail)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("lengths", [(1, 200), (200, 1), (65, 331), (331, 63)])
+def test_lengths_of_query_and_key_are_free(lengths: tuple[int, int], tail: str):
+    tensors = make_qkv(1, lengths[0], 2, 64, key_tokens=lengths[1], dtype=HALF)
+    mask = random_mask(1, 2, *lengths)
+    check(tensors, mask, summaries_of(tensors, tail), tail=tail)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("tail", TAILS)
+def test_head_dim_128(tail: str):
+    tensors = make_qkv(1, 200, 3, 128, dtype=HALF)
+    check(tensors, random_mask(1, 3, 200, 200), summaries_of(tensors, tail), tail=tail)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("tail", ["query", "block"])
+def test_more_key_blocks_than_one_tile_of_summaries(tail: str):
+    tensors = make_qkv(1, 70, 1, 64, key_tokens=64 * 66 + 5, dtype=HALF)
+    mask = random_mask(1, 1, 70, 64 * 66 + 5, density=0.05)
+    for kv_splits in (1, 2, 3):
+        check(tensors, mask, summaries_of(tensors), tail=tail, kv_splits=kv_splits)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("kv_splits", [2, 3, 5])
+def test_splits_even_empty_ones_stay_within_rounding(tail: str, kv_splits: int):
+    tensors = make_qkv(1, 200, 2, 64, dtype=HALF)
+    summaries = summaries_of(tensors, tail)
+    check(tensors, random_mask(1, 2, 200, 200), summaries, tail=tail, kv_splits=kv_splits)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("kv_splits", [1, 2])
+def test_key_bias(tail: str, heads: int, kv_splits: int):
+    """Also -inf: single keys, a whole block, the ragged one's end, and every key of a sample."""
+    tensors = make_qkv(2, 200, 3, 64, dtype=HALF)
+    bias = torch.randn(2, heads, 200)
+    bias[0, :, 64:128] = bias[0, 0, 5:9] = bias[0, :, 195:] = -math.inf
+    bias[1] = -math.inf
+    summaries = summaries_of(tensors, tail, bias)
+    mask = random_mask(2, 3, 200, 200, density=0.6)
+    out, lse = check(tensors, mask, summaries, key_bias=bias, tail=tail, kv_splits=kv_splits)
+    assert not out[1].any() and (lse[1] == -math.inf).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in:RuntimeWarning")
+@pytest.mark.interpreted
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+def test_a_masked_key_has_no_effect_whatever_it_holds(junk: float, tail: str):
+    tensors = make_qkv(1, 200, 2, 64, dtype=HALF)
+    keep = torch.rand(1, 2, 200, generator=torch.Generator().manual_seed(2)) < 0.6
+    keep[:, :, 64:128] = False
+    mask = random_mask(1, 2, 200, 200, density=0.7)
+    clean = run(tensors, mask, summaries_of(tensors, tail, keep), key_bias=keep, tail=tail)
+    dirty = tuple(item.masked_fill(~keep.transpose(1, 2)[..., None], junk) for item in tensors[1:])
+    tensors = (tensors[0], *dirty)
+    found = check(tensors, mask, summaries_of(tensors, tail, keep), key_bias=keep, tail=tail)
+    assert found[0].equal(clean[0]) and found[1].equal(clean[1])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("tail", ["query", "block"])
+@pytest.mark.parametrize("layout", ["fused", "interleaved", "heads_first", "guarded"])
+def test_layouts_change_no_bit(layout: str, tail: str):
+    """Guarded tensors have NaN behind the last token and between rows: none of it leaks."""
+    plain = make_qkv(2, 130, 3, 64, dtype=HALF)
+    views = make_qkv(2, 130, 3, 64, dtype=HALF, layout=layout)
+    mask = random_mask(2, 3, 130, 130, density=0.5)
+    summaries = summaries_of(plain)
+    expected = run(plain, mask, summaries, tail=tail)
+    found = run(views, mask, summaries, tail=tail)
+    assert found[0].equal(expected[0]) and found[1].equal(expected[1])
+
+
+@pytest.mark.interpreted
+def test_grouped_heads_read_their_key_head():
+    tensors = make_qkv(1, 130, 4, 64, key_heads=2, dtype=HALF)
+    bias = torch.randn(1, 4, 130)
+    mask = random_mask(1, 4, 130, 130, density=0.5)
+    check(tensors, mask, None, tail="none")
+    check(tensors, mask, None, tail="none", key_bias=bias)
+    every = [item.repeat_interleave(2, 2) for item in tensors[1:]]
+    summaries = summaries_of((tensors[0], every[0], every[1]))
+    found = run(tensors, mask, summaries)
+    expected = run((tensors[0], every[0], every[1]), mask, summaries)
+    assert found[0].equal(expected[0]) and found[1].equal(expected[1])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("tail", ["query", "block"])
+@pytest.mark.parametrize("kv_splits", [1, 2])
+def test_parents(tail: str, kv_splits: int):
+    tensors = make_qkv(2, 200, 3, 64, dtype=HALF)
+    generator = torch.Generator().manual_seed(5)
+    keys, values = torch.randn(2, 2, 3, 3, 4, 64, generator=generator).to(HALF)
+    mass = torch.randn(2, 3, 3, 4, generator=generator)
+    mass[:, 1, :, 2] = -math.inf
+    parents = torch.tensor([2, 0, 1, 2], dtype=torch.int32)
+    summaries = BlockSummaries(keys, values, mass, parents)
+    mask = random_mask(2, 3, 200, 200)
+    check(tensors, mask, summaries, tail=tail, kv_splits=kv_splits)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("tail", ["query", "block"])
+def test_every_token_is_represented_once(tail: str):
+    """With keys of zero every token weighs one, whether exact or in a summary."""
+    query, key, value = make_qkv(1, 331, 2, 64, dtype=HALF)
+    tensors = (query, torch.zeros_like(key), value)
+    lse = run(tensors, random_mask(1, 2, 331, 331), summaries_of(tensors), tail=tail)[1]
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(331)), rtol=1e-6, atol=0)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-3, 5.0])
+@pytest.mark.parametrize("tail", TAILS)
+def test_any_scale(tail: str, scale: float):
+    tensors = make_qkv(1, 130, 2, 64, dtype=HALF)
+    mask = random_mask(1, 2, 130, 130, density=0.6)
+    check(tensors, mask, summaries_of(tensors, tail), tail=tail, scale=scale)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("tail", TAILS)
+def test_large_and_zero_inputs(tail: str):
+    """Logits of 1e5; values off by 200 over many keys, whose sum float16 cannot hold; zeros."""
+    query, key, value = make_qkv(1, 130, 1, 64, dtype=HALF, amplitude=100.0)
+    mask = random_mask(1, 1, 130, 130, density=0.6)
+    check((query, key, value), mask, summaries_of((query, key, value), tail), tail=tail)
+    query, key, value = make_qkv(1, 64, 1, 64, key_tokens=1000, dtype=HALF)
+    tensors = (query, key, value + 200.0)
+    mask = torch.ones(1, 1, 1, 16, dtype=torch.bool)
+    mask[..., 3] = False
+    check(tensors, mask, summaries_of(tensors, tail), tail=tail)
+    tensors = (torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value))
+    out, _ = check(tensors, mask, summaries_of(tensors, tail), tail=tail)
+    assert not out.any()
+
+
+@pytest.mark.interpreted
+def test_wide_list_entries():
+    """Lists of 32-bit block numbers, as of 32,768 key blocks and more."""
+    tensors = make_qkv(1, 130, 2, 64, dtype=HALF)
+    plan = plan_from_mask(random_mask(1, 2, 130, 130), query_tokens=130, key_tokens=130)
+    options = (summaries_of(tensors), 0.125, None, "query", 1, True)
+    narrow = _run_kernel(*tensors, plan, *options)
+    wide = _run_kernel(*tensors, replace(plan, indices=plan.indices.int()), *options)
+    assert wide[0].equal(narrow[0]) and wide[1].equal(narrow[1])
+
+
+def launcher(
+    tail: str = "query",
+    *,
+    shape: tuple[int, int, int, int] = (1, 200, 2, 128),
+    dtype: torch.dtype = torch.bfloat16,
+    biased: bool = False,
+    parents: int = 0,
+    return_lse: bool = False,
+    kv_splits: int = 1,
+    scale: float = 0.1,
+):
+    tensors = make_qkv(*shape, dtype=dtype)
+    batch, tokens, heads, dim = shape
+    blocks = -(-tokens // 64)
+    summaries = summaries_of(tensors, tail)
+    if parents:
+        keys = torch.zeros(batch, parents, heads, blocks, dim, dtype=dtype)
+        mass = torch.zeros(batch, parents, heads, blocks)
+        summaries = BlockSummaries(keys, keys, mass, torch.zeros(blocks, dtype=torch.int32))
+    mask = torch.ones(batch, heads, blocks, blocks, dtype=torch.bool)
+    return lambda: run(
+        tensors,
+        mask,
+        summaries,
+        tail=tail,
+        key_bias=torch.zeros(batch, 1, tokens) if biased else None,
+        scale=scale,
+        kv_splits=kv_splits,
+        return_lse=return_lse,
+    )
+
+
+def test_compiles(record_launches, compile_launch, target: str, monkeypatch):
+    everything: dict[str, Any] = {"biased": True, "parents": 3, "return_lse": True}
+    if target.startswith("gfx"):  # 64 KiB hold two tiles of K and V in flight, not three
+        monkeypatch.setitem(launch_block_sparse_attention.__kwdefaults__, "num_stages", 2)
+    if target == "gfx1100":  # as gfx1201, which takes less time to compile for
+        everything["shape"] = (1, 200, 2, 64)
+    variants = [everything]
+    if target == "sm_90":
+        variants += [
+            {},
+            {"tail": "none", "dtype": HALF, "shape": (1, 200, 2, 64), "kv_splits": 2},
+            {"tail": "block", "return_lse": True},
+        ]
+    for options in variants:
+        launches = record_launches(launcher(**options))
+        assert len(launches) == (2 if "kv_splits" in options else 1)
+        compiled = [compile_launch(launch, target) for launch in launches]
+        ptx = compiled[0].asm.get("ptx")
+        if ptx is not None:
+            # K and V come asynchronously, a key bias or not.
+            assert ptx.count("cp.async.cg.shared.global") >= 16
+        if target == "sm_90":
+            assert "wgmma.mma_async" in ptx
+
+
+def test_nothing_compiles_again_for_other_sizes_and_options(record_launches):
+    def variants(**options: Any) -> list[str]:
+        return [launch.key for launch in record_launches(launcher(**options))]
+
+    kinds: list[dict[str, Any]] = [
+        {"tail": "none"},
+        {"return_lse": True},
+        {"tail": "block"},
+        {"biased": True},
+        {"parents": 3},
+        {"kv_splits": 3},
+    ]
+    for kind in kinds:
+        first = variants(shape=(1, 64, 1, 64), scale=1.0, **kind)
+        for shape in ((1, 1, 1, 64), (2, 65, 3, 64), (3, 130, 16, 64), (1, 1024, 5, 64)):
+            for scale in (-1.0, 0.0, 16.0):
+                assert variants(shape=shape, scale=scale, **kind) == first, (kind, shape, scale)
+    assert variants(parents=1, shape=(1, 64, 1, 64)) == variants(parents=16, shape=(1, 64, 1, 64))

@@ -24,6 +24,7 @@ from solspark.bench.router_advice import (
     z_of,
 )
 from solspark.bench.router_blocks import (
+    BLOCK_ROWS,
     GEOMETRIES,
     block_errors,
     block_forward,
@@ -141,7 +142,11 @@ def test_a_lost_device_stops_the_run_and_keeps_what_there_is(tmp_path, monkeypat
     options += ["--configs", "base,int8", "--shapes", "tiny,tiny-masked", "--device", "cpu"]
     assert router_bench.main(options) == 1
     rows = list(read_rows([tmp_path / "rows.jsonl"]))
-    assert len(rows) == 2 and "the device context is lost" in rows[1].gate
+    # Every row that was asked for is told of, also those of later shapes and blocks.
+    attention = [row for row in rows if row.level == "router"]
+    assert [row.problem for row in attention] == ["tiny"] * 2 + ["tiny-masked"] * 2
+    assert all("the device context is lost" in row.gate for row in rows[1:])
+    assert {row.method for row in rows if row.level == "router-block"} == set(BLOCK_ROWS)
 
 
 def test_a_failing_check_fails_the_run(monkeypatch, capsys):

@@ -68,6 +68,8 @@ SECTIONS = ("attention", "blocks")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 UNAVAILABLE = "unavailable: "
 SENTINEL = "int8"
+"""Timed again at the end of a shape; without it, the first row that has a time."""
+LOST = "the device context is lost"
 
 
 @dataclass(frozen=True)
@@ -127,13 +129,18 @@ class Outcome:
 class RouterSession:
     """Measure a plan; what was measured stays readable when it ends early.
 
+    Args:
+        plan: what to measure.
+        lines: JSON-lines file that takes each row as soon as there is one, so that a process that
+            is killed leaves what it had; None writes none.
+
     Attributes:
         failed: a gate of ours failed.
         stopped: the device can launch nothing more.
     """
 
-    def __init__(self, plan: Plan):
-        self.plan = plan
+    def __init__(self, plan: Plan, lines: Path | None = None):
+        self.plan, self.lines = plan, lines
         self.checks: list[Row] = []
         self.shapes: dict[str, list[Outcome]] = {}
         self.blocks: dict[str, list[Outcome]] = {}
@@ -149,18 +156,16 @@ class RouterSession:
         print(text, file=sys.stderr, flush=True)
 
     def run(self) -> None:
-        """Measure everything, stopping where the device is lost."""
+        """Measure everything; after the device is lost, rows only say so."""
         with torch.no_grad():
             if self.plan.checks:
                 self._check()
             if "attention" in self.plan.sections:
                 for preset in self.plan.shapes:
-                    if not self.stopped:
-                        self._shape(preset)
+                    self._shape(preset)
             if "blocks" in self.plan.sections:
                 for geometry in self.plan.geometries:
-                    if not self.stopped:
-                        self._geometry(geometry)
+                    self._geometry(geometry)
 
     @property
     def drift(self) -> float:
@@ -207,6 +212,7 @@ class RouterSession:
                 gate=item.gate,
             )
             self.checks.append(row)
+            self._keep(row)
             if not row.passed:
                 self.failed = True
                 self.stopped |= _is_fatal(item.gate)
@@ -217,7 +223,7 @@ class RouterSession:
         """Measure every row of a shape, then its sentinel once more."""
         outcomes = self.shapes.setdefault(preset.name, [])
         self.say(f"{preset.name} {preset.size}")
-        short = _too_small(preset.least_gib, self.plan.device)
+        short = LOST if self.stopped else _too_small(preset.least_gib, self.plan.device)
         inputs: RouterInputs | None = None
         if short is None:
             try:
@@ -233,7 +239,7 @@ class RouterSession:
             )
             reasons = [short] if inputs is None else obstacles(row, inputs, self.platform)
             if self.stopped:
-                reasons = ["the device context is lost"]
+                reasons = [LOST]
             if inputs is None or reasons:
                 outcome = Outcome(
                     replace(blank, gate=UNAVAILABLE + "; ".join(str(item) for item in reasons))
@@ -245,10 +251,17 @@ class RouterSession:
                     kept = (row.name, call, outcome.sample)
             outcomes.append(outcome)
             self._note(outcome, ours=row.ours)
-            _release(self.plan.device)
+            self._release()
         if kept is not None and not self.stopped:
             name, call, before = kept
-            after = measure_steadily(call, self.plan.device, self._pace(preset))
+            try:
+                after = measure_steadily(call, self.plan.device, self._pace(preset))
+            except Exception as error:
+                # It ran a moment ago: the device is at fault, and what it measured is still told.
+                self.failed = True
+                self.stopped |= _is_fatal(_words(error))
+                self.say(f"  {name} again: {_words(error)}")
+                return
             self.ratios[preset.name] = after.ms / before.ms
             self.say(f"  {name} again: {after.ms:.3f} ms ({after.ms / before.ms:.3f}x)")
 
@@ -306,7 +319,7 @@ class RouterSession:
         self.say(f"block {geometry.name}: {geometry.tokens} x {geometry.width}")
         shape = Preset(geometry.name, 1, geometry.heads, geometry.tokens, geometry.head_dim)
         wide = geometry.tokens * (6 * geometry.width + 3 * geometry.hidden) * 4 / 2**30
-        short = _too_small(shape.least_gib + wide, device)
+        short = LOST if self.stopped else _too_small(shape.least_gib + wide, device)
         state: dict[str, Any] = {}
         for row in plan.block_configs:
             blank = self._row(
@@ -320,7 +333,7 @@ class RouterSession:
                     short = _words(error)
             reasons = [short] if short is not None else []
             if self.stopped:
-                reasons = ["the device context is lost"]
+                reasons = [LOST]
             if not reasons:
                 # The gates look at shapes and types: a few tokens' worth of memory says the same.
                 reasons = obstacles(ROWS[row.attention], state["probe"], self.platform)
@@ -330,7 +343,7 @@ class RouterSession:
                 outcome = self._block(row, geometry, state, blank)
             outcomes.append(outcome)
             self._note(outcome, ours=ROWS[row.attention].ours)
-            _release(device)
+            self._release()
 
     def _block_state(self, geometry: Geometry, state: dict[str, Any]) -> None:
         """Make a block's weights, input, references, and tensors that gates may look at."""
@@ -415,6 +428,8 @@ class RouterSession:
     def _note(self, outcome: Outcome, *, ours: bool) -> None:
         """Say how a row went, and remember what fails the run."""
         row = outcome.row
+        for line in _lines(outcome):
+            self._keep(line)
         if not outcome.available:
             self.say(f"  {row.method}: {row.gate}")
             return
@@ -426,25 +441,18 @@ class RouterSession:
         assert outcome.sample is not None and outcome.error is not None
         self.say(f"  {row.method}: {outcome.sample.ms:.3f} ms, error {outcome.error:.4f}")
 
-    # Results
+    def _keep(self, row: Row) -> None:
+        """Write a row to the file of lines."""
+        if self.lines is not None:
+            rows_module.append_row(self.lines, row)
 
-    def rows(self) -> Iterator[Row]:
-        """Yield every row in the project's format, quantisation alone as rows of its own level."""
-        yield from self.checks
-        for outcomes in (*self.shapes.values(), *self.blocks.values()):
-            for item in outcomes:
-                yield item.row
-                if item.prep is not None:
-                    yield replace(
-                        item.row,
-                        level="router-prepare",
-                        ms=item.prep.ms,
-                        iqr_ms=item.prep.iqr_ms,
-                        peak_gib=item.prep.peak_gib,
-                        tflops=None,
-                        density=None,
-                        error=None,
-                    )
+    def _release(self) -> None:
+        """Give back the device memory that a row held."""
+        if self.plan.device.type == "cuda" and not self.stopped:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    # Results
 
     def advice(self) -> Advice | None:
         """Return the recommended settings, or None without the rows that they need."""
@@ -517,11 +525,20 @@ def _is_fatal(text: str) -> bool:
     return any(sign in text for sign in FATAL)
 
 
-def _release(device: torch.device) -> None:
-    """Give back the device memory that a row held."""
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
+def _lines(outcome: Outcome) -> Iterator[Row]:
+    """Yield a row in the project's format, and its quantisation alone as one of its own level."""
+    yield outcome.row
+    if outcome.prep is not None:
+        yield replace(
+            outcome.row,
+            level="router-prepare",
+            ms=outcome.prep.ms,
+            iqr_ms=outcome.prep.iqr_ms,
+            peak_gib=outcome.prep.peak_gib,
+            tflops=None,
+            density=None,
+            error=None,
+        )
 
 
 def _reset_dynamo() -> None:
@@ -723,7 +740,10 @@ def main(argv: Sequence[str] | None = None, program: str = "solspark bench route
     except (ValueError, RuntimeError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1
-    session = RouterSession(plan)
+    stem = arguments.outdir / f"router-{plan.run}"
+    record = _place(arguments.json, stem)
+    lines = record and _named(record, ".jsonl")
+    session = RouterSession(plan, lines)
     started = time.perf_counter()
     session.say(f"run {plan.run}, commit {plan.commit}, {plan.device}, {plan.dtype}")
     interrupted = False
@@ -733,7 +753,8 @@ def main(argv: Sequence[str] | None = None, program: str = "solspark bench route
         interrupted = True
         session.say("interrupted: what was measured follows")
     text = _show(session)
-    written = write(session, text, arguments)
+    written = [lines] if lines is not None else []
+    written += write(session, text, record, _place(arguments.save, stem))
     session.say(
         f"{time.perf_counter() - started:.0f} s; {', '.join(map(str, written)) or 'no file'}"
     )
@@ -772,21 +793,35 @@ def aligned(cells: list[list[str]]) -> list[str]:
     ]
 
 
-def write(session: RouterSession, text: list[str], arguments: argparse.Namespace) -> list[Path]:
-    """Write what `--save` and `--json` ask for; return the paths."""
+def _place(choice: str, stem: Path) -> Path | None:
+    """Return where "auto", "none" or a path says to write."""
+    if choice == "none":
+        return None
+    return stem if choice == "auto" else Path(choice)
+
+
+def write(
+    session: RouterSession, text: list[str], record: Path | None, save: Path | None
+) -> list[Path]:
+    """Write the document, and the tables with their plot.
+
+    Args:
+        session: after its run.
+        text: the tables.
+        record: of the document; None for none.
+        save: of the tables and the plot; None for none.
+
+    Returns:
+        What was written.
+    """
     written: list[Path] = []
-    stem = arguments.outdir / f"router-{session.plan.run}"
-    if arguments.json != "none":
-        base = stem if arguments.json == "auto" else Path(arguments.json)
-        document, lines = _named(base, ".json"), _named(base, ".jsonl")
+    if record is not None:
+        document = _named(record, ".json")
         document.parent.mkdir(parents=True, exist_ok=True)
         document.write_text(json.dumps(session.document(), indent=1, default=str) + "\n")
-        for row in session.rows():
-            rows_module.append_row(lines, row)
-        written += [document, lines]
-    if arguments.save != "none":
-        base = stem if arguments.save == "auto" else Path(arguments.save)
-        table = _named(base, ".txt")
+        written.append(document)
+    if save is not None:
+        table = _named(save, ".txt")
         table.parent.mkdir(parents=True, exist_ok=True)
         table.write_text("\n".join(text).strip() + "\n")
         written.append(table)
@@ -795,7 +830,7 @@ def write(session: RouterSession, text: list[str], arguments: argparse.Namespace
 
             shapes = {name: session.figures(items) for name, items in session.shapes.items()}
             title = f"{rows_module.device_name(session.plan.device)}, {session.plan.commit}"
-            written += plot_router(shapes, title, _named(base, ".png"))
+            written += plot_router(shapes, title, _named(save, ".png"))
         except MissingDependencyError as error:
             session.say(f"no plot: {error}")
     return written

@@ -72,8 +72,9 @@ def test_eager_does_the_integer_arithmetic(name: str, rotate: bool):
         qkv = quantize_qkv(query, key, value, key_bias=bias, rotate=rotate)
         served = sol_int8(qkv, dtype=torch.float32, **options)
     integers = sol_int8_quantized(qkv, **options)
-    # The same bytes; only the order of float32 sums differs, or one byte where exp2 does.
-    assert relative(served, integers) < 1e-5
+    # Sums of float32 differ in order, and an exp2 that is off by its last bit turns a byte of P in
+    # some 30,000 over: far below INT8's own error, about 1e-2, which other integers would show.
+    assert relative(served, integers) < 1e-4
     if "token_aug" in options:
         return  # the float reference has no token lists
     oracle = float_reference(query.double(), key.double(), value.double(), key_bias=bias, **options)

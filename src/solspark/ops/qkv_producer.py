@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from solspark.ops import _dispatch
+from solspark import _checks
+from solspark.ops import _dispatch, _triton
 from solspark.reference.qkv_producer import (
     POOLED_FLOOR,
     SCALE_FLOOR,
@@ -51,7 +52,7 @@ def quantize_qkv(
         value_scale: [B, H, D]; None takes max(absmax / 127, 1e-8) of the live rows.
         rotate: rotate the channels of Q and K by an orthonormal Hadamard matrix before they are
             quantised: outlier channels then share their scale's cost. Products do not change.
-        impl: "eager" or None.
+        impl: "eager", "triton" or None for the best that can serve.
 
     Returns:
         QuantizedQKV.
@@ -68,6 +69,7 @@ def quantize_qkv(
         key,
         key_bias=key_bias is not None,
         requires_grad=_dispatch.needs_grad(query, key, value),
+        variant="rotated" if rotate else "",
     )
     choice = _dispatch.pick("qkv_producer", call, impl)
     return choice.run(query, key, value, key_bias, block_len, key_center, value_scale, rotate)
@@ -105,7 +107,7 @@ def qkv_producer(
         eps: of the norm.
         key_bias: float [1, T], natural log; touches no statistic.
         block_len, rotate: as `quantize_qkv`.
-        impl: "eager" or None.
+        impl: "eager", "triton" or None for the best that can serve.
 
     Returns:
         The operands (B = 1), and this step's statistics for the next: the mean of the live keys and
@@ -131,7 +133,7 @@ def qkv_producer(
         key_heads=heads,
         key_bias=key_bias is not None,
         requires_grad=_dispatch.needs_grad(*norm_weights, freqs),
-        variant="chunked",
+        variant="rotated" if rotate else "",
     )
     run = _dispatch.pick("qkv_producer", call, impl).run
     return run.chunked(
@@ -265,13 +267,59 @@ class _Carriers:
         )
 
 
+class _TritonCarriers(_Carriers):
+    """Operands filled by kernels, each run of rows in one launch."""
+
+    def harvest(self, sample: int, first: int, key: Tensor, value: Tensor) -> None:
+        """Take the block sums of K and V and the largest values of V."""
+        from solspark.kernels.qkv_producer import launch_harvest
+
+        peaks = launch_harvest(
+            _checks.last_dim_contiguous(key),
+            _checks.last_dim_contiguous(value),
+            self.lengths,
+            self.key_sums[sample],
+            self.value_sums[sample],
+            first // BLOCK,
+        )
+        peak = self.value_peak[sample]
+        torch.maximum(peak, peaks.amax(1), out=peak)
+
+    def quantise(
+        self,
+        sample: int,
+        first: int,
+        rows: tuple[Tensor, Tensor, Tensor],
+        key_center: Tensor,
+        value_scale: Tensor,
+    ) -> None:
+        """Fill in the integers of some rows, and the block sums of Q."""
+        from solspark.kernels.qkv_producer import launch_quantise
+
+        query, key, value = (_checks.last_dim_contiguous(item) for item in rows)
+        launch_quantise(
+            (query, key, value),
+            self.lengths,
+            key_center.contiguous(),
+            value_scale.contiguous(),
+            (self.query[sample], self.query_scale[sample]),
+            (self.key[sample], self.key_scale[sample]),
+            self.value[sample],
+            self.query_sums[sample],
+            first // BLOCK,
+        )
+
+
 def _step(heads: int, head_dim: int) -> int:
     """Return how many rows to widen to float32 at once, whole blocks."""
     return max(1, STEP_BYTES // (heads * head_dim * 4 * BLOCK)) * BLOCK
 
 
-class _Eager:
-    """Produce operands with torch alone: called with whole tensors, `chunked` with chunks."""
+class _Producer:
+    """Produce operands: called with whole tensors, `chunked` with chunks of the projection."""
+
+    def __init__(self, carriers: type[_Carriers]):
+        self.carriers = carriers
 
     def __call__(
         self,
@@ -286,7 +334,7 @@ class _Eager:
     ) -> QuantizedQKV:
         """Take the statistics in one pass over K and V and quantise in another."""
         batch, tokens, heads, head_dim = query.shape
-        carriers = _Carriers(batch, heads, head_dim, tokens, block_len, query.device, rotate)
+        carriers = self.carriers(batch, heads, head_dim, tokens, block_len, query.device, rotate)
         step = _step(heads, head_dim)
         places = [
             (sample, first, slice(first, first + step))
@@ -321,7 +369,7 @@ class _Eager:
     ) -> tuple[QuantizedQKV, Tensor, Tensor]:
         """Take the chunks once with statistics, twice without."""
         head_dim = norm_weights[0].shape[-1]
-        carriers = _Carriers(1, heads, head_dim, tokens, block_len, freqs.device, rotate)
+        carriers = self.carriers(1, heads, head_dim, tokens, block_len, freqs.device, rotate)
         live_tokens = carriers.lengths.sum()
 
         def rows_of(fused: Tensor, first: int, part: int) -> Tensor:
@@ -413,4 +461,12 @@ def _reasons(call: AttentionCall) -> list[str]:
     return ["it has no backward pass"] if call.requires_grad else []
 
 
-_dispatch.register("qkv_producer", "eager", _reasons, _Eager())
+def _triton_reasons(call: AttentionCall) -> list[str]:
+    found = _triton.obstacles(call, head_dims=(128,))
+    if call.variant == "rotated":
+        found.append("it does not rotate")
+    return found
+
+
+_dispatch.register("qkv_producer", "eager", _reasons, _Producer(_Carriers))
+_dispatch.register("qkv_producer", "triton", _triton_reasons, _Producer(_TritonCarriers))

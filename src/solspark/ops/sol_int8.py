@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from solspark import _checks
-from solspark.ops import _dispatch
+from solspark.ops import _dispatch, _triton
 from solspark.reference.qkv_producer import NEG, basis, quantize_rows
-from solspark.reference.sol_int8 import LOG2E, live_rows, route
+from solspark.reference.sol_int8 import LOG2E, coarse, live_rows, route
 from solspark.reference.sol_int8_quantized import (
     BELOW,
     COARSE_BINS,
@@ -33,6 +33,9 @@ __all__ = ["TOKEN_BUDGETS", "sol_int8"]
 TOKEN_BUDGETS = (0, 64, 128, 192, 256)
 SLAB_BYTES = 32 * 2**20
 """Scores of tokens, or of block means, in flight."""
+
+ROUTE_BYTES = 256 * 2**20
+"""Work space of routing on a GPU."""
 
 State = tuple[Tensor, Tensor, Tensor]
 
@@ -69,7 +72,7 @@ def sol_int8(
         token_aug: tokens that a pair of query blocks reads exactly beyond its blocks: 0, 64, 128,
             192 or 256.
         dtype: of the result.
-        impl: "eager" or None.
+        impl: "eager", "triton" or None for the best that can serve.
 
     Returns:
         [B, T, H, D] contiguous; rows that are not live are zero.
@@ -97,6 +100,7 @@ def sol_int8(
         key_heads=heads,
         tail="block" if tail else "none",
         requires_grad=_dispatch.needs_grad(coarse_gate),
+        variant="tokens" if token_aug else "",
     )
     choice = _dispatch.pick("sol_int8", call, impl)
     out, counts = choice.run(
@@ -315,8 +319,104 @@ def _coarse_rows(head: _Head) -> Tensor:
     return torch.cat(parts).repeat_interleave(BLOCK, 0)[: head.tokens]
 
 
+def _run_triton(
+    qkv: QuantizedQKV,
+    tau: float,
+    scale: float,
+    sinks: tuple[int, int],
+    dense_rows: tuple[int, int],
+    topk_ratio: float,
+    tail: bool,
+    coarse_gate: Tensor | None,
+    token_aug: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Route some heads at a time in torch, and read their exact blocks in one launch."""
+    from solspark.kernels.block_lists import launch_block_lists
+    from solspark.kernels.sol_int8 import launch_sol_int8
+
+    batch, heads, _, head_dim = qkv.query.shape
+    blocks = qkv.lengths.numel()
+    device = qkv.query.device
+    out = torch.empty(batch, qkv.tokens, heads, head_dim, dtype=dtype, device=device)
+    counts = torch.empty(batch * heads, blocks, dtype=torch.int64, device=device)
+    columns = qkv.value.unflatten(2, (blocks, BLOCK)).sum(3, dtype=torch.int32)
+    column = torch.arange(blocks, device=device)
+    in_sink = (column >= sinks[0]) & (column < sinks[1])
+    lengths = qkv.lengths.float()
+    a = scale * LOG2E
+    # Scores, the ranked copy, weights, the mask and the lists: about twenty bytes a pair.
+    group = max(1, ROUTE_BYTES // (20 * blocks * blocks))
+    for first in range(0, batch * heads, group):
+        part = {
+            name: getattr(qkv, name).flatten(0, 1)[first : first + group]
+            for name in (
+                "centroid",
+                "centroid_scale",
+                "pooled",
+                "pooled_scale",
+                "query_means",
+                "key_means",
+                "key_var",
+                "value_sums",
+                "value_scale",
+            )
+        }
+        scores = part["centroid"].float() @ part["pooled"].float().mT
+        scores *= (part["centroid_scale"] * a)[..., None]
+        scores *= part["pooled_scale"][:, None]
+        exact = route(
+            scores,
+            part["query_means"],
+            part["key_var"],
+            scale=scale,
+            tau=tau,
+            topk_ratio=topk_ratio,
+            sinks=sinks,
+            dense_rows=dense_rows,
+        )
+        counts[first : first + group] = exact.sum(-1)
+        sums = part["value_sums"].float()
+        if tail:
+            scores.masked_fill_(exact, -math.inf)
+            high = scores.amax(2).clamp_min_(NEG)
+            weight = scores.sub_(high[..., None]).exp2_()
+            mass, numerator = weight @ lengths, weight @ (sums / part["value_scale"][:, None])
+        else:
+            high = torch.full_like(scores[..., 0], NEG)
+            mass, numerator = torch.zeros_like(high), torch.zeros_like(sums)
+        coarse_means = None
+        if coarse_gate is not None:
+            coarse_means = coarse(
+                part["query_means"], part["key_means"], sums / lengths[:, None], scale
+            )
+        listed, indices = launch_block_lists((exact & ~in_sink).to(torch.int8)[None])
+        launch_sol_int8(
+            qkv,
+            columns,
+            (high, mass, numerator),
+            indices[0],
+            listed[0],
+            out,
+            coarse_gate,
+            coarse_means,
+            a=a,
+            first_head=first,
+            sinks=sinks,
+        )
+    return out, counts.view(batch, heads, blocks)
+
+
 def _reasons(call: AttentionCall) -> list[str]:
     return ["it has no backward pass"] if call.requires_grad else []
 
 
+def _triton_reasons(call: AttentionCall) -> list[str]:
+    found = _triton.obstacles(call, head_dims=(128,))
+    if call.variant == "tokens":
+        found.append("it has no token lists")
+    return found
+
+
 _dispatch.register("sol_int8", "eager", _reasons, _eager)
+_dispatch.register("sol_int8", "triton", _triton_reasons, _run_triton)

@@ -1,0 +1,201 @@
+"""INT8 kernels: the reference's integers in the interpreter, and compiled for every target."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from solspark.ops import _dispatch
+from solspark.ops import qkv_producer as producer_module
+from solspark.ops import sol_int8 as attention_module
+from solspark.reference.qkv_producer import quantize_qkv as reference_quantize
+from solspark.reference.sol_int8_quantized import sol_int8_quantized
+from solspark.testing import make_qkv, nan_filled_allocations
+
+pytest.importorskip("triton")
+
+quantize_qkv = producer_module.quantize_qkv
+sol_int8 = attention_module.sol_int8
+RUNS = {
+    "qkv_producer": producer_module._Producer(producer_module._TritonCarriers),
+    "sol_int8": attention_module._run_triton,
+}
+
+# Sums of float32 differ in order, and an exp2 that is off by its last bit turns one byte of P in
+# some 30,000 over: far below INT8's own error, about 1e-2, which other integers would show.
+SAME_INTEGERS = 1e-4
+
+
+def test_in_the_interpreter(interpret):
+    interpret(__file__)
+
+
+@pytest.fixture(autouse=True)
+def kernels_take_cpu_tensors(monkeypatch):
+    """In the interpreter a CPU is device enough."""
+    for operation, run in RUNS.items():
+        table = dict(_dispatch._registry[operation])
+        table["triton"] = _dispatch.Implementation("triton", _dispatch.never_declines, run)
+        monkeypatch.setitem(_dispatch._registry, operation, table)
+
+
+def inputs(tokens: int, *, batch: int = 1, heads: int = 2, layout: str = "contiguous", **options):
+    query, key, value = make_qkv(
+        batch, tokens, heads, 128, layout=layout, dtype=torch.float16, **options
+    )
+    return query.mul_(0.5), key.add_(0.3), value
+
+
+def relative(actual: torch.Tensor, wanted: torch.Tensor) -> float:
+    wanted = wanted.double()
+    return float((actual.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("tokens", [1, 65, 128])
+def test_operands(tokens: int):
+    tensors = inputs(tokens, batch=2, heads=3)
+    lengths = torch.full((-(-tokens // 64),), 50, dtype=torch.int32)
+    bias = torch.zeros(2, tokens)
+    bias[1, 0] = -math.inf
+    with nan_filled_allocations():
+        served = quantize_qkv(*tensors, key_bias=bias, block_len=lengths, impl="triton")
+    wanted = reference_quantize(*tensors, key_bias=bias, block_len=lengths)
+    for name, item in vars(wanted).items():
+        mine = getattr(served, name)
+        if not isinstance(item, torch.Tensor):
+            assert mine == item, name
+        elif item.dtype == torch.int8:
+            difference = (mine.int() - item.int()).abs()
+            # Sums in another order move a value across a rounding boundary once in a while.
+            assert difference.max() <= 1 and difference.float().mean() < 1e-3, name
+        else:
+            torch.testing.assert_close(mine, item, msg=lambda words, name=name: f"{name}: {words}")
+
+
+@pytest.mark.interpreted
+def test_dead_rows_hold_anything():
+    tensors = inputs(130)
+    lengths = torch.tensor([64, 20, 2], dtype=torch.int32)
+    clean = quantize_qkv(*tensors, block_len=lengths, impl="triton")
+    for item in tensors:
+        item[:, 84:128] = math.nan
+    dirty = quantize_qkv(*tensors, block_len=lengths, impl="triton")
+    for name, item in vars(clean).items():
+        if isinstance(item, torch.Tensor):
+            assert torch.equal(getattr(dirty, name), item), name
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("layout", ["fused", "guarded", "odd_last_stride"])
+def test_layouts_change_no_bit(layout: str):
+    plain = quantize_qkv(*inputs(130, batch=2), impl="triton")
+    views = quantize_qkv(*inputs(130, batch=2, layout=layout), impl="triton")
+    for name, item in vars(plain).items():
+        if isinstance(item, torch.Tensor):
+            assert torch.equal(getattr(views, name), item), name
+
+
+CASES = {
+    "one-block": dict(tokens=40),
+    "ragged": dict(tokens=331, tau=1.2),
+    "all-exact": dict(tokens=200, tau=-1e9),
+    "no-tail": dict(tokens=331, tau=1.5, tail=False),
+    "sinks": dict(tokens=331, tau=6.0, sinks=(2, 4), dense_rows=(0, 2), bias=True),
+    "sinks-past-the-end": dict(tokens=331, tau=6.0, sinks=(4, 99), bias=True),
+    "sinks-beyond": dict(tokens=331, tau=6.0, sinks=(50, 99)),
+    "top-k": dict(tokens=331, topk_ratio=0.3),
+    "lengths-and-gate": dict(tokens=331, tau=1.2, lengths=True, gate=True),
+    "stale": dict(tokens=331, tau=1.2, stale=True),
+}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", CASES)
+def test_attention_does_the_integer_arithmetic(name: str, monkeypatch):
+    options = dict(CASES[name])
+    tokens = options.pop("tokens")
+    query, key, value = inputs(tokens, batch=2)
+    bias = lengths = center = None
+    if options.pop("bias", False):
+        bias = torch.zeros(2, tokens)
+        first = options["sinks"][0] * 64
+        bias[0, first : first + 20] = math.log(3.0)
+        bias[1, first : first + 64] = -math.inf
+    if options.pop("lengths", False):
+        lengths = torch.tensor([64, 3, 50, 64, 1, 9], dtype=torch.int32)
+    if options.pop("gate", False):
+        options["coarse_gate"] = torch.randn(2, 2, tokens, 128).transpose(1, 2)
+    if options.pop("stale", False):
+        center = torch.randn(2, 2, 128)
+    qkv = reference_quantize(query, key, value, key_bias=bias, block_len=lengths, key_center=center)
+    with nan_filled_allocations():
+        served = sol_int8(qkv, dtype=torch.float32, impl="triton", **options)
+    wanted = sol_int8_quantized(qkv, **options)
+    assert relative(served, wanted) < SAME_INTEGERS
+    record = _dispatch.last_call()
+    assert record is not None and record.implementation == "triton"
+    if name != "sinks":
+        return
+    monkeypatch.setattr(attention_module, "ROUTE_BYTES", 1)  # one head at a time
+    again = sol_int8(qkv, dtype=torch.float32, impl="triton", **options)
+    assert relative(again, wanted) < SAME_INTEGERS
+
+
+@pytest.mark.interpreted
+def test_rows_without_any_key_are_zero():
+    qkv = quantize_qkv(*inputs(130), key_bias=torch.full((1, 130), -math.inf), impl="triton")
+    out = sol_int8(qkv, sinks=(0, 3), dtype=torch.float16, impl="triton")
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+OURS = {"harvest_kernel", "quantise_kernel", "sol_int8_kernel"}
+
+
+def all_launches(record_launches, tokens: int, batch: int, heads: int, **options):
+    """Return the launches of a direct call, those of other operations' kernels left out."""
+    tensors = make_qkv(batch, tokens, heads, 128, dtype=torch.bfloat16)
+    qkv = reference_quantize(*tensors)
+
+    def launch():
+        quantize_qkv(*tensors, impl="triton")
+        sol_int8(qkv, impl="triton", **options)
+
+    launches = record_launches(launch)
+    return [item for item in launches if item.kernel.__name__ in OURS]
+
+
+def test_compiles(record_launches, compile_launch, target: str):
+    gate = torch.zeros(1, 130, 2, 128, dtype=torch.bfloat16)
+    launches = all_launches(record_launches, 130, 1, 2, coarse_gate=gate)
+    seen = {launch.kernel.__name__: launch for launch in launches}
+    assert set(seen) == OURS
+    for launch in seen.values():
+        compiled = compile_launch(launch, target)
+        if target == "sm_90" and launch.kernel.__name__ == "sol_int8_kernel":
+            # Both products run on the tensor cores, in integers.
+            assert "s32.s8.s8" in compiled.asm["ptx"]
+
+
+def test_nothing_compiles_again_for_other_lengths(record_launches):
+    def variants(*sizes: int, **options) -> set[str]:
+        return {
+            launch.kernel.__name__ + launch.key
+            for launch in all_launches(record_launches, *sizes, **options)
+        }
+
+    first = variants(200, 1, 3, tau=1.0, sinks=(0, 2))
+    assert variants(331, 2, 5, tau=3.0, sinks=(1, 2)) == first
+    assert variants(1024, 1, 16, topk_ratio=0.2, scale=0.3, tail=False) == first
+
+
+def test_what_the_kernels_decline(monkeypatch):
+    monkeypatch.undo()
+    call = _dispatch.describe(torch.zeros(1, 64, 1, 128), torch.zeros(1, 64, 1, 128))
+    assert any("not on cpu" in why for why in _dispatch.reasons("sol_int8", "triton", call))
+    tokens = _dispatch.replace(call, variant="tokens")
+    assert "it has no token lists" in _dispatch.reasons("sol_int8", "triton", tokens)
+    rotated = _dispatch.replace(call, variant="rotated")
+    assert "it does not rotate" in _dispatch.reasons("qkv_producer", "triton", rotated)

@@ -38,10 +38,10 @@ def union_lists_kernel(
         flags = tl.zeros([CHUNK], dtype=tl.int32)
         for c in tl.static_range(GROUP):
             i = g * GROUP + c
+            # A query block past the last one reads nothing.
+            columns = tl.where(i < query_blocks, key_blocks, 0)
             word = tl.load(
-                base + i.to(tl.int64) * words + (j >> 5),
-                mask=(j < key_blocks) & (i < query_blocks),
-                other=0,
+                base + i.to(tl.int64) * words + (j >> 5), mask=j < columns, other=0
             )
             flags += ((word >> (j & 31)) & 1) << c
         wanted = (flags != 0).to(tl.int32)

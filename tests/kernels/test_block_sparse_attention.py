@@ -12,6 +12,7 @@ from torch import Tensor
 
 from solspark._checks import normalise_key_bias
 from solspark.ops.block_sparse_attention import _run_kernel
+from solspark.ops.block_sparse_attention import _triton_operator as operator
 from solspark.reference.block_sparse_attention import block_sparse_attention as reference
 from solspark.reference.pool import pool
 from solspark.reference.select_blocks import plan_from_mask
@@ -252,6 +253,24 @@ def test_wide_list_entries():
     narrow = _run_kernel(*tensors, plan, *options)
     wide = _run_kernel(*tensors, replace(plan, indices=plan.indices.int()), *options)
     assert wide[0].equal(narrow[0]) and wide[1].equal(narrow[1])
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("layout", ["contiguous", "fused", "guarded"])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_operator_keeps_its_promises(layout: str, return_lse: bool):
+    """Shapes, types and strides of the fake are those of the result; nothing is mutated."""
+    tensors = make_qkv(1, 130, 2, 64, dtype=HALF, layout=layout)
+    plan = plan_from_mask(random_mask(1, 2, 130, 130), query_tokens=130, key_tokens=130)
+    lists = (plan.bits, plan.indices, plan.counts)
+    summaries = summaries_of(tensors)
+    stored = (summaries.keys, summaries.values, summaries.log_mass, None)
+    for rest, bias in (((None,) * 4, None), (stored, torch.randn(1, 1, 130))):
+        for kv_splits in (1, 2):
+            arguments = (*tensors, *lists, *rest, bias, 0.125, "query", kv_splits, return_lse)
+            torch.library.opcheck(
+                operator, arguments, test_utils=("test_schema", "test_faketensor")
+            )
 
 
 def launcher(

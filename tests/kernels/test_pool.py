@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from solspark.ops.pool import _operator as operator
 from solspark.reference.pool import pool as reference
 from solspark.testing import assert_close_to_oracle, make_qkv, nan_filled_allocations
 
@@ -126,6 +127,18 @@ def test_layouts_change_no_bit(layout: str):
     views = run(*make_qkv(2, 70, 3, 64, dtype=torch.float16, layout=layout), bias)
     for name in NAMES:
         assert views[name].equal(plain[name]), name
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("layout", ["contiguous", "fused", "guarded"])
+def test_operator_keeps_its_promises(layout: str):
+    query, key, value = make_qkv(2, 70, 3, 64, dtype=torch.float16, layout=layout)
+    for arguments in (
+        (query, key, value, None),
+        (None, key, None, None),
+        (query, key, None, torch.randn(2, 1, 70)),
+    ):
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_compiles(record_launches, compile_launch, target: str):

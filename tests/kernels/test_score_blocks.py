@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from solspark.ops.score_blocks import _score_operator, _threshold_operator
 from solspark.reference.score_blocks import LOG2_E, score_blocks, thresholds
 from solspark.testing import assert_close_to_oracle, nan_filled_allocations
 
@@ -98,6 +99,16 @@ def test_equal_keys_have_only_the_floor_of_the_variance():
     zero = torch.zeros(1, 1, 64)
     actual = launch_thresholds(query, zero, zero, scale_log2=SCALE * LOG2_E, tau=2.0)
     torch.testing.assert_close(actual, torch.full((1, 1, 3), 2e-3))
+
+
+@pytest.mark.interpreted
+def test_operators_keep_their_promises():
+    query, key = means(2, 3, 5, 7, 64, torch.float16)
+    moments = torch.zeros(2, 3, 64)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(_score_operator, (query, key, 0.125), test_utils=checks)
+    arguments = (query, moments, moments, 0.125, 1.0)
+    torch.library.opcheck(_threshold_operator, arguments, test_utils=checks)
 
 
 def test_compiles(record_launches, compile_launch, target: str):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from solspark.ops.select_blocks import _run_triton, list_width
+from solspark.ops.select_blocks import _operator, _run_triton, list_width
 from solspark.reference.select_blocks import mask_from_plan, select_blocks
 from solspark.testing import nan_filled_allocations
 from solspark.types import BlockPlan
@@ -190,6 +190,15 @@ def test_any_strides():
     assert mask_from_plan(part).equal(whole[:, 1:4])
     turned = scores.transpose(2, 3).contiguous().transpose(2, 3)
     assert mask_from_plan(select(turned, top_k=9, live=live)).equal(whole)
+
+
+@pytest.mark.interpreted
+def test_operator_keeps_its_promises():
+    scores, live = tied(1, 2, 3, 40), torch.rand(1, 1, 40) < 0.7
+    for limits, alive in ((None, live), (torch.zeros(1, 2, 3), None)):
+        arguments = (scores, limits, 3, 40, [0, 1], [2, 3], 1, alive, 20)
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(_operator, arguments, test_utils=checks)
 
 
 def launches_of(scores: Tensor, live: Tensor | None = None, **options):

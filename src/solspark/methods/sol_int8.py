@@ -10,7 +10,7 @@ from torch import Tensor
 from solspark import _checks
 from solspark.ops import _dispatch
 from solspark.ops.qkv_producer import qkv_producer, quantize_qkv
-from solspark.ops.sol_int8 import TOKEN_BUDGETS
+from solspark.ops.sol_int8 import TOKEN_BUDGETS, whole_call
 from solspark.ops.sol_int8 import sol_int8 as attend
 from solspark.types import BLOCK, AttentionCall, block_count
 
@@ -93,6 +93,24 @@ def sol_attn(
     _check_switches(rotate, check_bias, impl)
     if check_bias:
         _check_bias_is_sunk(bias, options.sinks)
+    if torch.compiler.is_compiling():
+        return whole_call(
+            q,
+            k,
+            v,
+            torch.full((), options.tau, dtype=torch.float64),
+            options.scale,
+            list(options.sinks),
+            list(options.dense_rows),
+            bias,
+            options.topk_ratio,
+            tail,
+            block_len,
+            coarse_gate,
+            token_aug,
+            rotate,
+            impl,
+        )
     qkv = quantize_qkv(q, k, v, key_bias=bias, block_len=block_len, rotate=rotate, impl=impl)
     return attend(qkv, coarse_gate=coarse_gate, dtype=q.dtype, impl=impl, **options.of_attention())
 

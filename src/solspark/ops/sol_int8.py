@@ -9,6 +9,7 @@ from torch import Tensor
 
 from solspark import _checks
 from solspark.ops import _dispatch, _triton
+from solspark.ops.qkv_producer import quantize_qkv
 from solspark.reference.qkv_producer import NEG, basis, quantize_rows
 from solspark.reference.sol_int8 import LOG2E, coarse, live_rows, route
 from solspark.reference.sol_int8_quantized import (
@@ -405,6 +406,51 @@ def _run_triton(
             sinks=sinks,
         )
     return out, counts.view(batch, heads, blocks)
+
+
+@torch.library.custom_op("solspark::sol_int8", mutates_args=())
+def whole_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tau: Tensor,
+    scale: float,
+    sinks: list[int],
+    dense_rows: list[int],
+    key_bias: Tensor | None,
+    topk_ratio: float,
+    tail: bool,
+    block_len: Tensor | None,
+    coarse_gate: Tensor | None,
+    token_aug: int,
+    rotate: bool,
+    impl: str | None,
+) -> Tensor:
+    """Quantise and attend as one node of a compiled graph; arguments are checked by the caller.
+
+    tau is a float64 scalar on the CPU: as a number every new value would need a graph of its own.
+    """
+    qkv = quantize_qkv(
+        query, key, value, key_bias=key_bias, block_len=block_len, rotate=rotate, impl=impl
+    )
+    return sol_int8(
+        qkv,
+        tau=float(tau),
+        scale=scale,
+        sinks=(sinks[0], sinks[1]),
+        dense_rows=(dense_rows[0], dense_rows[1]),
+        topk_ratio=topk_ratio,
+        tail=tail,
+        coarse_gate=coarse_gate,
+        token_aug=token_aug,
+        dtype=query.dtype,
+        impl=impl,
+    )
+
+
+@whole_call.register_fake
+def _(query, key, value, *options):
+    return value.new_empty(value.shape)
 
 
 def _reasons(call: AttentionCall) -> list[str]:

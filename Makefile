@@ -30,7 +30,7 @@ test: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench-cpu: $(STAMP)
 	$(BIN)/solspark bench --problem tiny --device cpu

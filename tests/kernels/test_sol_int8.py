@@ -98,6 +98,46 @@ def test_layouts_change_no_bit(layout: str):
             assert torch.equal(getattr(views, name), item), name
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("rot", [8, 96, 128])
+@pytest.mark.parametrize("primed", [False, True], ids=["cold", "primed"])
+def test_chunks_with_norm_and_rope(rot: int, primed: bool):
+    tokens, heads = 150, 2
+    fused = torch.randn(tokens, 3 * heads * 128).bfloat16()
+    weights = (1 + 0.2 * torch.randn(128), 1 + 0.2 * torch.randn(128))
+    freqs = torch.randn(tokens, rot // 2, 2, 2)
+    lengths = torch.tensor([64, 20, 22], dtype=torch.int32)
+    statistics = (torch.randn(heads, 128), torch.full((heads, 128), 0.03)) if primed else ()
+    center, scale = statistics or (None, None)
+
+    def produce(impl: str):
+        return producer_module.qkv_producer(
+            lambda: fused.split(64),
+            tokens,
+            heads,
+            freqs,
+            weights,
+            key_center=center,
+            value_scale=scale,
+            block_len=lengths,
+            impl=impl,
+        )
+
+    with nan_filled_allocations():
+        served, *following = produce("triton")
+    wanted, *expected = produce("eager")
+    # A mean of squares in another order turns a bfloat16 over once in a while.
+    for mine, item in zip(following, expected, strict=True):
+        torch.testing.assert_close(mine, item, rtol=2**-8, atol=2**-8)
+    for name in ("query", "key", "value"):
+        difference = (getattr(served, name).int() - getattr(wanted, name).int()).abs()
+        assert difference.max() <= 1 and difference.float().mean() < 1e-2, name
+    for name in ("query_scale", "key_scale", "query_means", "key_means", "value_sums"):
+        torch.testing.assert_close(
+            getattr(served, name), getattr(wanted, name), rtol=2**-7, atol=2**-8
+        )
+
+
 CASES = {
     "one-block": dict(tokens=40),
     "ragged": dict(tokens=331, tau=1.2),
@@ -172,7 +212,22 @@ def test_compiles(record_launches, compile_launch, target: str):
     launches = all_launches(record_launches, 130, 1, 2, coarse_gate=gate)
     seen = {launch.kernel.__name__: launch for launch in launches}
     assert set(seen) == OURS
-    for launch in seen.values():
+
+    def produce():
+        producer_module.qkv_producer(
+            lambda: [torch.zeros(130, 3 * 2 * 128, dtype=torch.bfloat16)],
+            130,
+            2,
+            torch.zeros(130, 48, 2, 2),
+            (torch.ones(128), torch.ones(128)),
+            key_center=torch.zeros(2, 128),
+            value_scale=torch.ones(2, 128),
+            impl="triton",
+        )
+
+    # With norm and RoPE a kernel does all that it does without them, and more.
+    plain = [*seen.values()] if target == "sm_90" else [seen["sol_int8_kernel"]]
+    for launch in (*plain, *record_launches(produce)):
         compiled = compile_launch(launch, target)
         if target == "sm_90" and launch.kernel.__name__ == "sol_int8_kernel":
             # Both products run on the tensor cores, in integers.

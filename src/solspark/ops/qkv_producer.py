@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,6 +153,23 @@ def qkv_producer(
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """RMSNorm weights of Q and K, and the rotations float32 [T, r/2, 2, 2]."""
+
+    weights: tuple[Tensor, Tensor]
+    freqs: Tensor
+    eps: float
+
+    def query(self, rows: Tensor, first: int) -> Tensor:
+        """Return rows [M, H, D] of Q, from token `first` on, after norm and RoPE."""
+        return norm_rope(rows, self.weights[0], self.freqs[first : first + len(rows)], self.eps)
+
+    def key(self, rows: Tensor, first: int) -> Tensor:
+        """Return rows of K after norm and RoPE."""
+        return norm_rope(rows, self.weights[1], self.freqs[first : first + len(rows)], self.eps)
+
+
 class _Carriers:
     """Operands being filled, a run of rows at a time."""
 
@@ -182,6 +201,11 @@ class _Carriers:
         self.value_sums = torch.empty_like(self.query_sums, dtype=torch.bfloat16)
         self.value_peak = torch.zeros((batch, heads, head_dim), dtype=torch.float32, device=device)
 
+    @staticmethod
+    def step(heads: int, head_dim: int) -> int:
+        """Return how many rows to widen to float32 at once, whole blocks."""
+        return max(1, STEP_BYTES // (heads * head_dim * 4 * BLOCK)) * BLOCK
+
     def _rows(self, x: Tensor, first: int) -> Tensor:
         """Return rows [M, H, D] from token `first` on, in whole blocks, dead ones zero."""
         padded = torch.nn.functional.pad(x.float(), (0, 0, 0, 0, 0, -x.shape[0] % BLOCK))
@@ -195,8 +219,12 @@ class _Carriers:
         block = first // BLOCK
         sums[sample, :, block : block + part.shape[1]] = part.to(sums.dtype)
 
-    def harvest(self, sample: int, first: int, key: Tensor, value: Tensor) -> None:
+    def harvest(
+        self, sample: int, first: int, key: Tensor, value: Tensor, norm: Norm | None
+    ) -> None:
         """Take the block sums of K and V and the largest values of V."""
+        if norm is not None:
+            key = norm.key(key, first)
         self._store_sums(self.key_sums, sample, first, self._rows(key, first))
         rows = self._rows(value, first)
         self._store_sums(self.value_sums, sample, first, rows)
@@ -210,8 +238,11 @@ class _Carriers:
         rows: tuple[Tensor, Tensor, Tensor],
         key_center: Tensor,
         value_scale: Tensor,
+        norm: Norm | None,
     ) -> None:
         """Fill in the integers of some rows, and the block sums of Q."""
+        if norm is not None:
+            rows = norm.query(rows[0], first), norm.key(rows[1], first), rows[2]
         query, key, value = (self._rows(x, first) for x in rows)
         place = slice(first, first + query.shape[0])
         live = self.live[place]
@@ -270,7 +301,14 @@ class _Carriers:
 class _TritonCarriers(_Carriers):
     """Operands filled by kernels, each run of rows in one launch."""
 
-    def harvest(self, sample: int, first: int, key: Tensor, value: Tensor) -> None:
+    @staticmethod
+    def step(heads: int, head_dim: int) -> int:
+        """Return how many rows a launch takes: all, for kernels widen nothing in memory."""
+        return BLOCK * 2**20
+
+    def harvest(
+        self, sample: int, first: int, key: Tensor, value: Tensor, norm: Norm | None
+    ) -> None:
         """Take the block sums of K and V and the largest values of V."""
         from solspark.kernels.qkv_producer import launch_harvest
 
@@ -281,6 +319,7 @@ class _TritonCarriers(_Carriers):
             self.key_sums[sample],
             self.value_sums[sample],
             first // BLOCK,
+            self._norm_of(norm, first),
         )
         peak = self.value_peak[sample]
         torch.maximum(peak, peaks.amax(1), out=peak)
@@ -292,6 +331,7 @@ class _TritonCarriers(_Carriers):
         rows: tuple[Tensor, Tensor, Tensor],
         key_center: Tensor,
         value_scale: Tensor,
+        norm: Norm | None,
     ) -> None:
         """Fill in the integers of some rows, and the block sums of Q."""
         from solspark.kernels.qkv_producer import launch_quantise
@@ -307,12 +347,19 @@ class _TritonCarriers(_Carriers):
             self.value[sample],
             self.query_sums[sample],
             first // BLOCK,
+            self._norm_of(norm, first),
         )
 
+    def _norm_of(self, norm: Norm | None, first: int) -> Any:
+        """Return what the kernels need to know of norm and RoPE."""
+        from solspark.kernels.qkv_producer import Norm as KernelNorm
 
-def _step(heads: int, head_dim: int) -> int:
-    """Return how many rows to widen to float32 at once, whole blocks."""
-    return max(1, STEP_BYTES // (heads * head_dim * 4 * BLOCK)) * BLOCK
+        if norm is None:
+            return None
+        query_weight, key_weight = (
+            weight.to(torch.bfloat16).contiguous() for weight in norm.weights
+        )
+        return KernelNorm(query_weight, key_weight, norm.freqs[first:].contiguous(), norm.eps)
 
 
 class _Producer:
@@ -335,14 +382,14 @@ class _Producer:
         """Take the statistics in one pass over K and V and quantise in another."""
         batch, tokens, heads, head_dim = query.shape
         carriers = self.carriers(batch, heads, head_dim, tokens, block_len, query.device, rotate)
-        step = _step(heads, head_dim)
+        step = carriers.step(heads, head_dim)
         places = [
             (sample, first, slice(first, first + step))
             for sample in range(batch)
             for first in range(0, tokens, step)
         ]
         for sample, first, rows in places:
-            carriers.harvest(sample, first, key[sample, rows], value[sample, rows])
+            carriers.harvest(sample, first, key[sample, rows], value[sample, rows], None)
         if key_center is None:
             key_center = block_statistics(carriers.key_means())[0]
         if value_scale is None:
@@ -350,7 +397,9 @@ class _Producer:
         key_center, value_scale = key_center.float(), value_scale.float()
         for sample, first, rows in places:
             operands = (query[sample, rows], key[sample, rows], value[sample, rows])
-            carriers.quantise(sample, first, operands, key_center[sample], value_scale[sample])
+            carriers.quantise(
+                sample, first, operands, key_center[sample], value_scale[sample], None
+            )
         return carriers.finish(key_center, value_scale, key_bias)
 
     def chunked(
@@ -372,11 +421,8 @@ class _Producer:
         carriers = self.carriers(1, heads, head_dim, tokens, block_len, freqs.device, rotate)
         live_tokens = carriers.lengths.sum()
 
-        def rows_of(fused: Tensor, first: int, part: int) -> Tensor:
-            rows = fused[:, part]
-            if part == 2:
-                return rows
-            return norm_rope(rows, norm_weights[part], freqs[first : first + len(rows)], eps)
+        norm = Norm(norm_weights, freqs, eps)
+        step = carriers.step(heads, head_dim)
 
         def measured() -> tuple[Tensor, Tensor]:
             center = carriers.key_sums[0].sum(1) / live_tokens
@@ -384,29 +430,33 @@ class _Producer:
             return center, scale
 
         if key_center is None or value_scale is None:
-            for first, fused in _walk(chunks(), tokens, heads, head_dim, freqs.device):
-                carriers.harvest(0, first, rows_of(fused, first, 1), rows_of(fused, first, 2))
+            for first, fused in _walk(chunks(), tokens, heads, head_dim, step, freqs.device):
+                carriers.harvest(0, first, fused[:, 1], fused[:, 2], norm)
             key_center, value_scale = measured()
             known = True
         else:
             key_center = key_center.float()
             value_scale = value_scale.float().clamp_min(SCALE_FLOOR)
             known = False
-        for first, fused in _walk(chunks(), tokens, heads, head_dim, freqs.device):
-            query, key, value = (rows_of(fused, first, part) for part in range(3))
+        for first, fused in _walk(chunks(), tokens, heads, head_dim, step, freqs.device):
+            query, key, value = fused.unbind(1)
             if not known:
-                carriers.harvest(0, first, key, value)
-            carriers.quantise(0, first, (query, key, value), key_center, value_scale)
+                carriers.harvest(0, first, key, value, norm)
+            carriers.quantise(0, first, (query, key, value), key_center, value_scale, norm)
         following = measured()
         return carriers.finish(key_center[None], value_scale[None], key_bias), *following
 
 
 def _walk(
-    chunks: Iterable[Tensor], tokens: int, heads: int, head_dim: int, device: torch.device
+    chunks: Iterable[Tensor],
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    step: int,
+    device: torch.device,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield (first token, rows [M, 3, H, D]) a few blocks at a time, checking every chunk."""
     width = 3 * heads * head_dim
-    step = _step(heads, head_dim)
     first = 0
     for chunk in chunks:
         fits = (

@@ -401,18 +401,25 @@ def test_token_lists_of_no_use_change_nothing():
 
 
 def test_a_rotation_serves_outlier_channels():
-    """Few loud channels of K cost all others their bits; rotated they share the cost."""
+    """Few loud channels of K cost all others their bits; rotated they share the cost.
+
+    Measured here: 0.81 % on Gaussian keys; with 4 of 128 channels 50 times as loud 6.1 %, rotated
+    1.9 %; with the queries' channels as much quieter 4.6 % and 1.8 %.
+    """
     q, k, v = inputs(1024, dtype=torch.float32)
-    loud = k.clone()
-    loud[..., [3, 40, 77, 100]] *= 50.0
-    quiet = q.clone()
-    quiet[..., [3, 40, 77, 100]] /= 50.0  # the logits stay those of the plain case
+    channels = [3, 40, 77, 100]
+    loud, quiet = k.clone(), q.clone()
+    loud[..., channels] *= 50.0
+    quiet[..., channels] /= 50.0
     wanted = dense(q, k, v)
     gaussian = relative(sol_attn(q, k, v, -1e9), wanted)
-    plain = relative(sol_attn(quiet, loud, v, -1e9), wanted)
-    rotated = relative(sol_attn(quiet, loud, v, -1e9, rotate=True), wanted)
-    assert rotated < 0.75 * plain, (gaussian, plain, rotated)
     assert relative(sol_attn(q, k, v, -1e9, rotate=True), wanted) < 1.1 * gaussian
+    for query in (q, quiet):
+        wanted = dense(query, loud, v)
+        plain = relative(sol_attn(query, loud, v, -1e9), wanted)
+        rotated = relative(sol_attn(query, loud, v, -1e9, rotate=True), wanted)
+        assert plain > 4 * gaussian
+        assert rotated < 0.5 * plain and rotated < 2.5 * gaussian
 
 
 def test_a_rotation_does_not_change_the_routing_statistics():

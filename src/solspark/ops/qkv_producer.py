@@ -74,6 +74,7 @@ def quantize_qkv(
         variant="rotated" if rotate else "",
     )
     choice = _dispatch.pick("qkv_producer", call, impl)
+    choice.record()
     return choice.run(query, key, value, key_bias, block_len, key_center, value_scale, rotate)
 
 
@@ -137,8 +138,9 @@ def qkv_producer(
         requires_grad=_dispatch.needs_grad(*norm_weights, freqs),
         variant="rotated" if rotate else "",
     )
-    run = _dispatch.pick("qkv_producer", call, impl).run
-    return run.chunked(
+    choice = _dispatch.pick("qkv_producer", call, impl)
+    choice.record()
+    return choice.run.chunked(
         chunks,
         tokens,
         heads,

@@ -135,16 +135,15 @@ def test_splits_even_empty_ones_stay_within_rounding(tail: str, kv_splits: int):
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("kv_splits", [1, 2])
+@pytest.mark.parametrize(("heads", "kv_splits"), [(1, 2), (2, 1)])
 def test_key_bias(tail: str, heads: int, kv_splits: int):
     """Also -inf: single keys, a whole block, the ragged one's end, and every key of a sample."""
-    tensors = make_qkv(2, 200, 3, 64, dtype=HALF)
+    tensors = make_qkv(2, 200, 2, 64, dtype=HALF)
     bias = torch.randn(2, heads, 200)
     bias[0, :, 64:128] = bias[0, 0, 5:9] = bias[0, :, 195:] = -math.inf
     bias[1] = -math.inf
     summaries = summaries_of(tensors, tail, bias)
-    mask = random_mask(2, 3, 200, 200, density=0.6)
+    mask = random_mask(2, 2, 200, 200, density=0.6)
     out, lse = check(tensors, mask, summaries, key_bias=bias, tail=tail, kv_splits=kv_splits)
     assert not out[1].any() and (lse[1] == -math.inf).all()
 
@@ -170,9 +169,9 @@ def test_a_masked_key_has_no_effect_whatever_it_holds(junk: float, tail: str):
 @pytest.mark.parametrize("layout", ["fused", "interleaved", "heads_first", "guarded"])
 def test_layouts_change_no_bit(layout: str, tail: str):
     """Guarded tensors have NaN behind the last token and between rows: none of it leaks."""
-    plain = make_qkv(2, 130, 3, 64, dtype=HALF)
-    views = make_qkv(2, 130, 3, 64, dtype=HALF, layout=layout)
-    mask = random_mask(2, 3, 130, 130, density=0.5)
+    plain = make_qkv(2, 70, 3, 64, dtype=HALF)
+    views = make_qkv(2, 70, 3, 64, dtype=HALF, layout=layout)
+    mask = random_mask(2, 3, 70, 70, density=0.5)
     summaries = summaries_of(plain)
     expected = run(plain, mask, summaries, tail=tail)
     found = run(views, mask, summaries, tail=tail)
@@ -256,16 +255,15 @@ def test_wide_list_entries():
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("layout", ["contiguous", "fused", "guarded"])
-@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize(("layout", "return_lse"), [("fused", False), ("guarded", True)])
 def test_operator_keeps_its_promises(layout: str, return_lse: bool):
     """Shapes, types and strides of the fake are those of the result; nothing is mutated."""
-    tensors = make_qkv(1, 130, 2, 64, dtype=HALF, layout=layout)
-    plan = plan_from_mask(random_mask(1, 2, 130, 130), query_tokens=130, key_tokens=130)
+    tensors = make_qkv(1, 70, 2, 64, dtype=HALF, layout=layout)
+    plan = plan_from_mask(random_mask(1, 2, 70, 70), query_tokens=70, key_tokens=70)
     lists = (plan.bits, plan.indices, plan.counts)
     summaries = summaries_of(tensors)
     stored = (summaries.keys, summaries.values, summaries.log_mass, None)
-    for rest, bias in (((None,) * 4, None), (stored, torch.randn(1, 1, 130))):
+    for rest, bias in (((None,) * 4, None), (stored, torch.randn(1, 1, 70))):
         for kv_splits in (1, 2):
             arguments = (*tensors, *lists, *rest, bias, 0.125, "query", kv_splits, return_lse)
             torch.library.opcheck(

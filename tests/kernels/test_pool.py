@@ -63,7 +63,7 @@ def check(query: Tensor | None, key: Tensor, value: Tensor | None, bias: Tensor 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130, 331])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_close_to_the_oracle(dtype: torch.dtype, tokens: int):
-    check(*make_qkv(1 if tokens > 130 else 2, tokens, 3, 64, dtype=dtype))
+    check(*make_qkv(2 if tokens < 70 else 1, tokens, 3, 64, dtype=dtype))
 
 
 @pytest.mark.interpreted
@@ -130,7 +130,7 @@ def test_layouts_change_no_bit(layout: str):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("layout", ["contiguous", "fused", "guarded"])
+@pytest.mark.parametrize("layout", ["fused", "guarded"])
 def test_operator_keeps_its_promises(layout: str):
     query, key, value = make_qkv(2, 70, 3, 64, dtype=torch.float16, layout=layout)
     for arguments in (

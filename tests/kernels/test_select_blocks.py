@@ -93,7 +93,7 @@ def tied(batch: int, heads: int, rows: int, columns: int, seed: int = 0) -> Tens
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(5))
 def test_every_option(chunk: int, seed: int):
     generator = torch.Generator().manual_seed(seed)
 
@@ -112,17 +112,17 @@ def test_every_option(chunk: int, seed: int):
         options["live"] = torch.rand(2, [1, 2][draw(2)], columns, generator=generator) < 0.8
     limits = torch.randn(2, 2, rows, generator=generator).mul(2).round() / 4
     check(scores, thresholds=limits, **options)
-    for top_k in (0, draw(columns + 1), columns + seed % 2):
+    for top_k in (draw(columns + 1), columns * (seed % 3)):
         check(scores, top_k=top_k, **options)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("columns", [1, 31, 32, 33, 64, 65, 100])
 def test_word_boundaries(columns: int):
-    scores = torch.randn(1, 2, 3, columns)
-    for top_k in {0, 1, columns // 2, columns}:
+    scores = torch.randn(1, 1, 2, columns)
+    for top_k in {1, columns // 2, columns}:
         check(scores, top_k=top_k, local_radius=0)
-    check(scores, thresholds=torch.zeros(1, 2, 3))
+    check(scores, thresholds=torch.zeros(1, 1, 2))
 
 
 @pytest.mark.interpreted
@@ -174,17 +174,17 @@ def test_nothing_is_live(chunk: int):
 @pytest.mark.interpreted
 def test_long_rows_have_wide_lists():
     """32,768 key blocks and more have int32 lists, and rows of several chunks."""
-    scores = torch.randn(1, 1, 2, 32770).mul(4).round().div(4)
+    scores = torch.randn(1, 1, 1, 32770).mul(4).round().div(4)
     plan = check(scores, top_k=40, sinks=[(32760, 32770)], local_radius=1)
     assert plan.indices.dtype == torch.int32
-    below = check(scores[..., :32767], thresholds=torch.full((1, 1, 2), 3.0))
+    below = check(scores[..., :32767], thresholds=torch.full((1, 1, 1), 3.0))
     assert below.indices.dtype == torch.int16
 
 
 @pytest.mark.interpreted
 def test_any_strides():
-    scores = tied(2, 6, 3, 40)
-    live = torch.rand(2, 6, 40) < 0.7
+    scores = tied(2, 5, 2, 40)
+    live = torch.rand(2, 5, 40) < 0.7
     whole = mask_from_plan(check(scores, top_k=9, live=live))
     part = select(scores[:, 1:4], top_k=9, live=live[:, 1:4])
     assert mask_from_plan(part).equal(whole[:, 1:4])

@@ -74,8 +74,9 @@ def test_slices_of_heads_and_zeros():
     query, key = means(2, 5, 7, 9, 64, torch.float16)
     whole = scores_of(query, key)
     assert scores_of(query[:, 1:4], key[:, 1:4]).equal(whole[:, 1:4])
-    zero = scores_of(-query, torch.zeros_like(key))
-    assert not zero.any() and not zero.signbit().any()
+    for scale_log2 in (1.0, -1.0):
+        zero = launch_score_blocks(query, torch.zeros_like(key), scale_log2=scale_log2)
+        assert not zero.any() and not zero.signbit().any()
 
 
 @pytest.mark.interpreted

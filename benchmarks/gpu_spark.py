@@ -289,7 +289,7 @@ def run(bench: Bench, name: str, heads: int, dtype: torch.dtype, skip_checks: bo
                 lambda: gather_reweight(anchor, key, value, orders.key),
                 gib=4 * gib,
             )
-        kernel.WARPS = gather_kernel.WARPS = 4
+        kernel.WARPS = gather_kernel.WARPS = 2
     summaries = BlockSummaries(*reweight(anchor, key, value))
     bench.time(
         "attend, sparse prefix",

@@ -215,7 +215,8 @@ def block_sparse_attention_kernel(
     )
     tl.store(out, acc.to(o_ptr.dtype.element_ty), mask=live_q[:, None])
     if HAS_LSE:
-        lse = tl.where(denominator > 0.0, m * LN2 + tl.log(safe), float("-inf"))
+        # Add, then scale: the other way round some variants of the kernel are fused, others not.
+        lse = tl.where(denominator > 0.0, (m + tl.log2(safe)) * LN2, float("-inf"))
         row = (b * query_tokens + offs_m) * (heads * splits) + h * splits + split
         tl.store(lse_ptr + row, lse, mask=live_q)
 

@@ -297,7 +297,8 @@ def _consumer(
     gl.store(where, acc.to(o_base.dtype.element_ty), mask=(offs_m < query_tokens)[:, None])
     if HAS_LSE:
         offs_l = block * BLOCK_T + gl.arange(0, BLOCK_T, gl.SliceLayout(1, SL))
-        lse = gl.where(denominator > 0.0, m * LN2 + gl.log(safe), float("-inf"))
+        # Add, then scale: the other way round the compiler fuses in one variant and not in another.
+        lse = gl.where(denominator > 0.0, (m + gl.log2(safe)) * LN2, float("-inf"))
         gl.store(lse_base + offs_l.to(gl.int64) * slt, lse, mask=offs_l < query_tokens)
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from solspark._checks import normalise_key_bias
-from solspark.ops.block_sparse_attention import _run_kernel
-from solspark.ops.block_sparse_attention import _triton_operator as operator
+from solspark.ops._block_sparse_triton import operator, run_kernel
 from solspark.reference.block_sparse_attention import block_sparse_attention as reference
 from solspark.reference.pool import pool
 from solspark.reference.select_blocks import plan_from_mask
@@ -66,7 +65,7 @@ def run(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     bias = normalise_key_bias(key_bias, query.shape[0], query.shape[2], key.shape[1], key)
     with nan_filled_allocations():
-        return _run_kernel(
+        return run_kernel(
             *tensors, plan, summaries, scale, bias, tail, kv_splits, return_lse
         )
 
@@ -249,8 +248,8 @@ def test_wide_list_entries():
     tensors = make_qkv(1, 130, 2, 64, dtype=HALF)
     plan = plan_from_mask(random_mask(1, 2, 130, 130), query_tokens=130, key_tokens=130)
     options = (summaries_of(tensors), 0.125, None, "query", 1, True)
-    narrow = _run_kernel(*tensors, plan, *options)
-    wide = _run_kernel(*tensors, replace(plan, indices=plan.indices.int()), *options)
+    narrow = run_kernel(*tensors, plan, *options)
+    wide = run_kernel(*tensors, replace(plan, indices=plan.indices.int()), *options)
     assert wide[0].equal(narrow[0]) and wide[1].equal(narrow[1])
 
 
@@ -265,7 +264,8 @@ def test_operator_keeps_its_promises(layout: str, return_lse: bool):
     stored = (summaries.keys, summaries.values, summaries.log_mass, None)
     for rest, bias in (((None,) * 4, None), (stored, torch.randn(1, 1, 70))):
         for kv_splits in (1, 2):
-            arguments = (*tensors, *lists, *rest, bias, 0.125, "query", kv_splits, return_lse)
+            options = (0.125, "query", kv_splits, False, return_lse)
+            arguments = (*tensors, *lists, *rest, bias, *options)
             torch.library.opcheck(
                 operator, arguments, test_utils=("test_schema", "test_faketensor")
             )

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from solspark import plan_from_mask
+from solspark.ops._block_sparse_triton import run_kernel
 from solspark.ops._dispatch import reasons
-from solspark.ops.block_sparse_attention import _run_kernel
 from solspark.testing import make_qkv, nan_filled_allocations
 from solspark.types import AttentionCall, BlockPlan, BlockSummaries
 
@@ -108,7 +108,7 @@ def launcher(
         summaries = BlockSummaries(keys, keys, mass, rows)
     bias = torch.zeros(batch, 1, tokens) if biased else None
     options = (scale, bias, tail, 1, return_lse)
-    return lambda: _run_kernel(*tensors, plan, summaries, *options, hopper=True)
+    return lambda: run_kernel(*tensors, plan, summaries, *options, hopper=True)
 
 
 def resource_usage(cubin: bytes, folder: Path) -> dict[str, int]:

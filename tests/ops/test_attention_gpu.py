@@ -29,8 +29,8 @@ from solspark import (
 )
 from solspark._checks import normalise_key_bias
 from solspark.methods.sol import mean_summaries
+from solspark.ops import _block_sparse_triton as attention_ops
 from solspark.ops import _dispatch
-from solspark.ops import block_sparse_attention as attention_ops
 from solspark.ops import pool as pool_ops
 from solspark.ops import score_blocks as score_ops
 from solspark.ops import select_blocks as select_ops
@@ -600,11 +600,14 @@ def test_operators_keep_their_promises():
         stored = (summaries.keys, summaries.values, summaries.log_mass, None)
         for lse in (False, True):
             holds(
-                attention_ops._triton_operator,
-                *tensors, *lists, *stored, bias, 0.1, "query", 2, lse,
+                attention_ops.operator,
+                *tensors, *lists, *stored, bias, 0.1, "query", 2, False, lse,
             )  # fmt: skip
             if "hopper" in served():
-                holds(attention_ops._hopper_operator, *tensors, *lists, *stored, bias, 0.1, lse)
+                holds(
+                    attention_ops.operator,
+                    *tensors, *lists, *stored, bias, 0.1, "query", 1, True, lse,
+                )  # fmt: skip
     means, keys = normal(1, 2, 5, 128, seed=0, dtype=torch.float32), normal(1, 2, 7, 128, seed=1)
     moments = means[:, :, 0].contiguous()
     holds(score_ops._score_operator, means, keys, 0.1)

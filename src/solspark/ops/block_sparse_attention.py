@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from solspark import _checks
-from solspark.ops import _dispatch, _triton
+from solspark.ops import _dispatch
+from solspark.ops._block_sparse_triton import hopper_reasons, run_kernel, triton_reasons
 from solspark.reference.merge import log_of_sum, merge
 from solspark.reference.select_blocks import unpack_bits
-from solspark.types import BLOCK, AttentionCall, BlockPlan, BlockSummaries, block_count
+from solspark.types import BLOCK, BlockPlan, BlockSummaries, block_count
 
 __all__ = ["TAILS", "block_sparse_attention"]
 
@@ -541,186 +542,8 @@ def _aligned(*tensors: Tensor) -> bool:
     return all(step % 16 == 0 for step in steps)
 
 
-def _begin_aligned(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy of it if it does not begin at a multiple of 16 bytes."""
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
-def _fake_out(query: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
-    """Return what an attention kernel allocates: out, and the LSE or nothing."""
-    shape = query.shape[:3] if return_lse else (0,)
-    return query.new_empty(query.shape), query.new_empty(shape, dtype=torch.float32)
-
-
-def _launch_triton(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bits: Tensor,
-    indices: Tensor,
-    counts: Tensor,
-    keys: Tensor | None,
-    values: Tensor | None,
-    log_mass: Tensor | None,
-    parents: Tensor | None,
-    key_bias: Tensor | None,
-    scale: float,
-    tail: str,
-    kv_splits: int,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    """Launch the Triton kernel; without `return_lse` the LSE comes back empty."""
-    from solspark.kernels.block_sparse_attention import launch_block_sparse_attention
-
-    plan = BlockPlan(bits, indices, counts, query.shape[1], key.shape[1])
-    with torch.cuda.device_of(query):
-        out, lse = launch_block_sparse_attention(
-            query,
-            key,
-            value,
-            plan,
-            _summaries(keys, values, log_mass, parents),
-            key_bias,
-            scale=scale,
-            tail=tail,
-            kv_splits=kv_splits,
-            return_lse=return_lse,
-        )
-    return out, query.new_empty(0, dtype=torch.float32) if lse is None else lse
-
-
-_triton_operator = torch.library.custom_op(
-    "solspark::block_sparse_attention", _launch_triton, mutates_args=()
-)
-
-
-@_triton_operator.register_fake
-def _(query, *rest):
-    return _fake_out(query, rest[-1])
-
-
-def _launch_hopper(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bits: Tensor,
-    indices: Tensor,
-    counts: Tensor,
-    keys: Tensor | None,
-    values: Tensor | None,
-    log_mass: Tensor | None,
-    parents: Tensor | None,
-    key_bias: Tensor | None,
-    scale: float,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    """Launch the kernel for compute capability 9.0."""
-    from solspark.kernels.hopper.block_sparse_attention import launch_block_sparse_attention
-
-    plan = BlockPlan(bits, indices, counts, query.shape[1], key.shape[1])
-    with torch.cuda.device_of(query):
-        out, lse = launch_block_sparse_attention(
-            query,
-            key,
-            value,
-            plan,
-            _summaries(keys, values, log_mass, parents),
-            key_bias,
-            scale=scale,
-            return_lse=return_lse,
-        )
-    return out, query.new_empty(0, dtype=torch.float32) if lse is None else lse
-
-
-_hopper_operator = torch.library.custom_op(
-    "solspark::block_sparse_attention_hopper", _launch_hopper, mutates_args=()
-)
-
-
-@_hopper_operator.register_fake
-def _(query, *rest):
-    return _fake_out(query, rest[-1])
-
-
-def _summaries(
-    keys: Tensor | None, values: Tensor | None, log_mass: Tensor | None, parents: Tensor | None
-) -> BlockSummaries | None:
-    """Put summaries together again; operators take tensors only."""
-    if keys is None or values is None or log_mass is None:
-        return None
-    return BlockSummaries(keys, values, log_mass, parents)
-
-
-def _run_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: BlockPlan,
-    summaries: BlockSummaries | None,
-    scale: float,
-    key_bias: Tensor | None,
-    tail: str,
-    kv_splits: int,
-    return_lse: bool,
-    hopper: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Enter through the custom op, so that torch.compile keeps one node."""
-    # Kernels take the maximum of unscaled scores, some of which are -inf.
-    if scale < 0:
-        query, scale = -query, -scale
-    elif scale == 0:
-        query, scale = torch.zeros_like(query), 1.0
-    stored: tuple[Tensor | None, ...] = (None, None, None, None)
-    if summaries is not None:
-        log_mass = summaries.log_mass
-        stored = (
-            summaries.keys.contiguous(),
-            summaries.values.contiguous(),
-            log_mass if log_mass.stride(3) == 1 else log_mass.contiguous(),
-            summaries.parents,
-        )
-    lists = (plan.bits.contiguous(), plan.indices.contiguous(), plan.counts.contiguous())
-    bias = None if key_bias is None else key_bias.float().contiguous()
-    if hopper:
-        if bias is not None:
-            # Its matrix products read values as they lie in memory, and 0 * NaN is NaN.
-            value = value.masked_fill((bias == -math.inf).transpose(1, 2)[..., None], 0.0)
-        launch = _triton.entry(_hopper_operator, _launch_hopper)
-        return launch(query, key, value, *lists, *stored, bias, scale, return_lse)
-    options = (scale, tail, kv_splits, return_lse)
-    launch = _triton.entry(_triton_operator, _launch_triton)
-    return launch(query, key, value, *lists, *stored, bias, *options)
-
-
-HALF = (torch.float16, torch.bfloat16)
-
-
-def _triton_reasons(call: AttentionCall) -> list[str]:
-    found = _triton.obstacles(call, dtypes=HALF)
-    if call.tail == "block8x8":
-        found.append('it has no "block8x8" tail')
-    return found
-
-
-def _hopper_reasons(call: AttentionCall) -> list[str]:
-    found = _triton.obstacles(call, dtypes=HALF)
-    if call.device_type == "cuda" and (torch.version.hip or call.capability != (9, 0)):
-        found.append(f"it is for compute capability (9, 0), this device has {call.capability}")
-    if call.tail not in ("query", "none"):
-        found.append(f'it has no "{call.tail}" tail')
-    if call.kv_splits != 1:
-        found.append("it does not split the keys")
-    if call.key_bias and call.key_heads not in (None, call.heads):
-        found.append("with a key bias every query head must have a key head of its own")
-    if not call.aligned:
-        found.append("TMA needs base pointers and strides in multiples of 16 bytes")
-    if not found and not _triton.has_gluon():
-        found.append("this triton has no experimental.gluon")
-    return found
-
-
 _dispatch.register("block_sparse_attention", "eager", _dispatch.never_declines, _eager)
-_dispatch.register("block_sparse_attention", "triton", _triton_reasons, _run_kernel)
+_dispatch.register("block_sparse_attention", "triton", triton_reasons, run_kernel)
 _dispatch.register(
-    "block_sparse_attention", "hopper", _hopper_reasons, partial(_run_kernel, hopper=True)
+    "block_sparse_attention", "hopper", hopper_reasons, partial(run_kernel, hopper=True)
 )

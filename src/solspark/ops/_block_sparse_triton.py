@@ -1,0 +1,139 @@
+"""How attention under a plan enters its kernels: Triton's, and Gluon's for Hopper."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from solspark.ops import _triton
+from solspark.types import AttentionCall, BlockPlan, BlockSummaries
+
+
+def _begin_aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy of it if it does not begin at a multiple of 16 bytes."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def _launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bits: Tensor,
+    indices: Tensor,
+    counts: Tensor,
+    keys: Tensor | None,
+    values: Tensor | None,
+    log_mass: Tensor | None,
+    parents: Tensor | None,
+    key_bias: Tensor | None,
+    scale: float,
+    tail: str,
+    kv_splits: int,
+    hopper: bool,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Launch a kernel; without `return_lse` the LSE comes back empty."""
+    plan = BlockPlan(bits, indices, counts, query.shape[1], key.shape[1])
+    summaries = _summaries(keys, values, log_mass, parents)
+    options: dict[str, Any] = {"scale": scale, "return_lse": return_lse}
+    if hopper:
+        from solspark.kernels.hopper.block_sparse_attention import launch_block_sparse_attention
+
+        query, key, value = (_begin_aligned(tensor) for tensor in (query, key, value))
+    else:
+        from solspark.kernels.block_sparse_attention import launch_block_sparse_attention
+
+        options |= {"tail": tail, "kv_splits": kv_splits}
+    with torch.cuda.device_of(query):
+        out, lse = launch_block_sparse_attention(
+            query, key, value, plan, summaries, key_bias, **options
+        )
+    return out, query.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+operator = torch.library.custom_op("solspark::block_sparse_attention", _launch, mutates_args=())
+
+
+@operator.register_fake
+def _(query, *rest):
+    shape = query.shape[:3] if rest[-1] else (0,)
+    return query.new_empty(query.shape), query.new_empty(shape, dtype=torch.float32)
+
+
+def _summaries(
+    keys: Tensor | None, values: Tensor | None, log_mass: Tensor | None, parents: Tensor | None
+) -> BlockSummaries | None:
+    """Put summaries together again; operators take tensors only."""
+    if keys is None or values is None or log_mass is None:
+        return None
+    return BlockSummaries(keys, values, log_mass, parents)
+
+
+def run_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: BlockPlan,
+    summaries: BlockSummaries | None,
+    scale: float,
+    key_bias: Tensor | None,
+    tail: str,
+    kv_splits: int,
+    return_lse: bool,
+    hopper: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Enter through the custom op, so that torch.compile keeps one node."""
+    # Kernels take the maximum of unscaled scores, some of which are -inf.
+    if scale < 0:
+        query, scale = -query, -scale
+    elif scale == 0:
+        query, scale = torch.zeros_like(query), 1.0
+    stored: tuple[Tensor | None, ...] = (None, None, None, None)
+    if summaries is not None:
+        log_mass = summaries.log_mass
+        stored = (
+            summaries.keys.contiguous(),
+            summaries.values.contiguous(),
+            log_mass if log_mass.stride(3) == 1 else log_mass.contiguous(),
+            summaries.parents,
+        )
+    lists = (plan.bits.contiguous(), plan.indices.contiguous(), plan.counts.contiguous())
+    bias = None if key_bias is None else key_bias.float().contiguous()
+    if hopper and bias is not None:
+        # Its matrix products read values as they lie in memory, and 0 * NaN is NaN.
+        value = value.masked_fill((bias == -math.inf).transpose(1, 2)[..., None], 0.0)
+    launch = _triton.entry(operator, _launch)
+    options = (scale, tail, kv_splits, hopper, return_lse)
+    return launch(query, key, value, *lists, *stored, bias, *options)
+
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def triton_reasons(call: AttentionCall) -> list[str]:
+    """Return why the Triton kernel cannot serve a call."""
+    found = _triton.obstacles(call, dtypes=HALF)
+    if call.tail == "block8x8":
+        found.append('it has no "block8x8" tail')
+    return found
+
+
+def hopper_reasons(call: AttentionCall) -> list[str]:
+    """Return why the kernel for compute capability 9.0 cannot serve a call."""
+    found = _triton.obstacles(call, dtypes=HALF)
+    if call.device_type == "cuda" and (torch.version.hip or call.capability != (9, 0)):
+        found.append(f"it is for compute capability (9, 0), this device has {call.capability}")
+    if call.tail not in ("query", "none"):
+        found.append(f'it has no "{call.tail}" tail')
+    if call.kv_splits != 1:
+        found.append("it does not split the keys")
+    if call.key_bias and call.key_heads not in (None, call.heads):
+        found.append("with a key bias every query head must have a key head of its own")
+    if not call.aligned:
+        found.append("TMA needs base pointers and strides in multiples of 16 bytes")
+    if not found and not _triton.has_gluon():
+        found.append("this triton has no experimental.gluon")
+    return found

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -129,3 +132,23 @@ def test_peak_memory_is_what_a_block_adds() -> None:
     if peak.bytes is None:
         pytest.skip("this system does not tell a process its peak memory")
     assert 0.9 * 2**26 < peak.bytes < 1.5 * 2**26
+
+
+def test_peak_memory_counts_a_block_that_would_fit_in_freed_pages() -> None:
+    code = """
+import torch
+from solspark.testing import PeakMemory
+freed = [torch.ones(2**22) for _ in range(20)]
+above = torch.ones(2**18)
+del freed
+with PeakMemory() as peak:
+    torch.ones(2**24)
+print(peak.bytes)
+"""
+    keep = {"MALLOC_MMAP_THRESHOLD_": "100000000", "MALLOC_TRIM_THRESHOLD_": "1000000000"}
+    printed = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | keep, check=True, capture_output=True
+    ).stdout.decode()
+    if printed.strip() == "None":
+        pytest.skip("this system does not tell a process its peak memory")
+    assert int(printed) > 0.9 * 2**26

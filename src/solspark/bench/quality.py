@@ -32,14 +32,16 @@ from solspark.bench.problems import Problem
 from solspark.bench.rows import Row
 from solspark.errors import SolsparkError
 from solspark.methods.sol import sol_attn
+from solspark.methods.sol_int8 import sol_attn as sol_int8_attn
 from solspark.methods.spark_config import ReblockConfig
 from solspark.methods.spark_order import plan_orders
+from solspark.ops._dispatch import collect_records
 from solspark.ops.permute import permute
 from solspark.ops.pool import pool
 from solspark.plan.layout import PackedLayout
 from solspark.plan.routing import plan_tau, plan_top_k
 from solspark.plan.select import budget
-from solspark.types import BLOCK, BlockPlan
+from solspark.types import BLOCK, BlockPlan, block_count
 
 ROWS = 192
 MASS = "dense attention mass of sampled rows inside the exact blocks"
@@ -161,6 +163,24 @@ def _spark(inputs: Inputs, options: dict[str, Any]) -> Case:
     case = ours.packed_case("spark", inputs, options)
     inner = case.run
     return _figure_case(inputs, lambda: (inner(),), lambda result: case.density(result[0]))
+
+
+@method("quality", "sol-int8", "topk_ratio", "tau", "token_aug", "impl")
+def _sol_int8(inputs: Inputs, options: dict[str, Any]) -> Case:
+    """Build Sol in INT8 with the blocks of the context as sinks."""
+    known = ours.call_options(options)
+    blocks = block_count(inputs.query.shape[1])
+    known["sink_blocks"] = (inputs.problem.sink_start // BLOCK, blocks)
+
+    def run() -> tuple[Tensor, float | None]:
+        with collect_records() as records:
+            out = sol_int8_attn(inputs.query, inputs.key, inputs.value, **known)
+        return out, records[-1].density
+
+    return replace(
+        _figure_case(inputs, run, lambda result: result[1]),
+        precision="int8",
+    )
 
 
 def _orders(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -352,6 +372,8 @@ SWEEPS: tuple[tuple[tuple[str, ...], dict[str, list[Any]]], ...] = (
     (("spark",), {"topk_ratio": [0.05, 0.2, 0.3, 0.5]}),
     (("spark",), {"topk_ratio": [0.1], "preset": ["quality", "fast"]}),
     (("sol",), {"topk_ratio": [0.1], "tail": ["block", "none"]}),
+    (("sol-int8",), {"topk_ratio": [0.05, 0.1, 0.2, 0.3, 0.5], "tau": [1.0]}),
+    (("sol-int8",), {"topk_ratio": [0.1], "token_aug": [256]}),
 )
 """What the report takes, the figures of the calibration first."""
 

@@ -41,6 +41,14 @@ def test_every_level_of_the_tiny_problem_is_measured_on_a_cpu(tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_the_chunked_int8_call_gets_chunks_of_its_own_type(tmp_path, capsys):
+    """The inputs of a CPU run are float32; the call takes bfloat16 chunks and nothing else."""
+    rows = take(tmp_path, "--methods", "sol-int8-chunked")
+    assert [row.options["primed"] for row in rows] == [False, True]
+    assert all(row.passed and row.precision == "int8" for row in rows)
+    capsys.readouterr()
+
+
 def test_a_run_resumes_where_it_stopped(tmp_path, capsys):
     arguments = ("--level", "plan", "--methods", "pool,score_blocks", "--run", "one")
     first = take(tmp_path, *arguments)

@@ -433,13 +433,14 @@ def _int8_chunked(inputs: Inputs, options: dict[str, Any]) -> Case:
     primed = known.pop("primed", False)
     tokens, heads, device = inputs.query.shape[1], inputs.heads, inputs.device
     generator = torch.Generator(device=device).manual_seed(0)
+    # The call takes bfloat16 chunks, whatever the type of the other inputs.
     projection = torch.randn(
-        tokens, 3 * heads * 128, generator=generator, device=device, dtype=inputs.query.dtype
+        tokens, 3 * heads * 128, generator=generator, device=device, dtype=torch.bfloat16
     )
     angle = torch.rand(tokens, 1, 48, generator=generator, device=device) * 6.2832
     cos, sin = angle.cos(), angle.sin()
     rotation = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
-    norms = tuple(torch.ones(128, device=device, dtype=inputs.query.dtype) for _ in range(2))
+    norms = tuple(torch.ones(128, device=device, dtype=torch.bfloat16) for _ in range(2))
 
     def chunks() -> Iterator[Tensor]:
         return (projection[i : i + 4096] for i in range(0, tokens, 4096))

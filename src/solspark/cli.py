@@ -7,12 +7,14 @@ installed and what would run, `explain` says the same of one call, `bench` measu
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import wraps
 from typing import Annotated, Any
 
 try:
@@ -73,19 +75,13 @@ def _global_options(
     context.obj = {"traceback": traceback}
 
 
-@app.command("generate")
-def generate_command(
-    context: typer.Context,
+def _clip_options(
     model: Annotated[
         str,
         typer.Option(
             help="tiny (random weights, no download), a local folder or a name on the hub."
         ),
     ] = "tiny",
-    method: Annotated[str, typer.Option(help="dense, sol or spark.")] = "spark",
-    compare: Annotated[
-        str | None, typer.Option(help="dense: run the dense pipeline too, and compare.")
-    ] = None,
     prompt: Annotated[str, typer.Option(help="What to show.")] = DEFAULT_PROMPT,
     height: Annotated[int | None, typer.Option(help="Pixels, a multiple of 32.")] = None,
     width: Annotated[int | None, typer.Option(help="Pixels, a multiple of 32.")] = None,
@@ -98,7 +94,44 @@ def generate_command(
         typer.Option(help="Transformer evaluations (grid points less one): 19; 5 for tiny."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
-    folder: Annotated[str, typer.Option("--out", help="Folder for everything written.")] = "out",
+    out: Annotated[str, typer.Option(help="Folder for everything written.")] = "out",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+) -> dict[str, Any]:
+    """Return the options of every command that runs a pipeline, under `GenerateOptions`' names."""
+    return dict(locals())
+
+
+def _runs_a_pipeline(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `_clip_options` in place of its parameter `clip`."""
+    shared = inspect.signature(_clip_options, eval_str=True).parameters
+    own = inspect.signature(command, eval_str=True)
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        clip = {name: given.pop(name) for name in shared}
+        command(clip=clip, **given)
+
+    parameters = [*own.parameters.values()]
+    place = [*own.parameters].index("clip")
+    parameters[place : place + 1] = shared.values()
+    every: Any = run
+    every.__signature__ = own.replace(
+        parameters=[each.replace(kind=each.KEYWORD_ONLY) for each in parameters]
+    )
+    every.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+@app.command("generate")
+@_runs_a_pipeline
+def generate_command(
+    context: typer.Context,
+    clip: dict[str, Any],
+    method: Annotated[str, typer.Option(help="dense, sol or spark.")] = "spark",
+    compare: Annotated[
+        str | None, typer.Option(help="dense: run the dense pipeline too, and compare.")
+    ] = None,
     preset: Annotated[
         str | None, typer.Option(help="Spark options by name: default, quality, fast.")
     ] = None,
@@ -131,8 +164,6 @@ def generate_command(
             metavar="NAME=VALUE", help="Any other option of the installer; may be repeated."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Generate a clip, dense or sparse, and report density, times and distance from dense.
 
@@ -140,19 +171,9 @@ def generate_command(
     """
     with _reported("generate", context):
         options = GenerateOptions(
-            model=model,
+            **clip,
             method=method,
             compare=compare,
-            prompt=prompt,
-            height=height,
-            width=width,
-            frames=frames,
-            seconds=seconds,
-            steps=steps,
-            seed=seed,
-            out=folder,
-            device=device,
-            dtype=dtype,
             preset=preset,
             topk_ratio=topk_ratio,
             tau=tau,
@@ -172,14 +193,10 @@ def generate_command(
 
 
 @app.command("capture")
+@_runs_a_pipeline
 def capture_command(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="tiny (random weights, no download), a local folder or a name on the hub."
-        ),
-    ] = "tiny",
+    clip: dict[str, Any],
     layers: Annotated[
         str, typer.Option(help="Transformer blocks, comma-separated; empty for the middle one.")
     ] = "",
@@ -189,21 +206,6 @@ def capture_command(
             help="Transformer evaluations from 0, comma-separated; empty for the middle one."
         ),
     ] = "",
-    prompt: Annotated[str, typer.Option(help="What to show.")] = DEFAULT_PROMPT,
-    height: Annotated[int | None, typer.Option(help="Pixels, a multiple of 32.")] = None,
-    width: Annotated[int | None, typer.Option(help="Pixels, a multiple of 32.")] = None,
-    frames: Annotated[
-        int | None, typer.Option(help="At 24 a second; rounded up to 17 n + 5, 5 to 15 s.")
-    ] = None,
-    seconds: Annotated[float | None, typer.Option(help="In place of --frames.")] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(help="Transformer evaluations (grid points less one): 19; 5 for tiny."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the noise.")] = 0,
-    folder: Annotated[str, typer.Option("--out", help="Folder for the files.")] = "out",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Save Q, K and V of chosen attention calls of a dense run, to measure on them.
 
@@ -212,20 +214,7 @@ def capture_command(
     run ends after the last evaluation asked for. Ctrl-C leaves no file behind.
     """
     with _reported("capture", context):
-        run = GenerateOptions(
-            model=model,
-            method="dense",
-            prompt=prompt,
-            height=height,
-            width=width,
-            frames=frames,
-            seconds=seconds,
-            steps=steps,
-            seed=seed,
-            out=folder,
-            device=device,
-            dtype=dtype,
-        )
+        run = GenerateOptions(**clip, method="dense")
         chosen = (_indices("layers", layers), _indices("evaluations", evaluations))
         with _terminable(), _step_display() as progress:
             files = capture(run, *chosen, progress)

@@ -10,7 +10,7 @@ from solspark.bench.checks import _check
 from solspark.bench.gate import Verdict
 from solspark.bench.inputs import make_inputs
 from solspark.bench.problems import get_problem
-from solspark.bench.runner import load_cases
+from solspark.bench.settings import load_cases
 
 load_cases()
 

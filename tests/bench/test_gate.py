@@ -19,7 +19,7 @@ from solspark.bench.inputs import make_inputs
 from solspark.bench.lists import block_lists, executed_pairs, plan_density, plan_from_lists
 from solspark.bench.packed_gate import can_follow, judge_packed
 from solspark.bench.problems import get_problem
-from solspark.bench.runner import load_cases
+from solspark.bench.settings import load_cases
 from solspark.methods.spark_config import PackedConfig, ReblockConfig
 from solspark.plan.select import plan_sol
 from solspark.reference.block_sparse_attention import block_sparse_attention as reference

@@ -107,7 +107,7 @@ def test_a_command_repeats_its_rows():
         row(method="comfy-kitchen-sol", options={"inputs": "gaussian", "token_aug": 256}),
         row(method="sol", options={"precision": "fp8", "heads": 8}),
     ]
-    from solspark.bench.runner import load_cases
+    from solspark.bench.settings import load_cases
 
     load_cases()
     assert command(rows) == (

@@ -11,8 +11,10 @@ from solspark.bench import runner, timing
 from solspark.bench.case import METHODS, Case, Unavailable, method
 from solspark.bench.gate import Verdict
 from solspark.bench.rows import read_rows
+from solspark.bench.session import Session
+from solspark.bench.settings import expand, load_cases, parser, settings_from
 
-runner.load_cases()
+load_cases()
 QUICK = ["--target-s", "0.01", "--problem", "tiny", "--commit", "abc", "--heads", "1"]
 
 
@@ -62,33 +64,33 @@ def test_a_run_resumes_where_it_stopped(tmp_path, capsys):
 
 
 def test_budgets_and_thresholds_are_alternatives_and_other_options_multiply():
-    arguments = runner.parser("x").parse_args(
+    arguments = parser("x").parse_args(
         ["--topk-ratio", "0.1,0.2", "--tau", "1.0", "--tail", "query,none", "--set", "scale=0.5"]
     )
-    settings = runner.settings_from(arguments)
-    found = list(runner.expand(METHODS["call", "sol"], settings))
+    settings = settings_from(arguments)
+    found = list(expand(METHODS["call", "sol"], settings))
     assert len(found) == 6
     assert {"inputs": "gaussian", "tau": 1.0, "tail": "none", "scale": 0.5} in found
     # Spark has a budget only, and a peer takes no option of ours.
-    assert [item["topk_ratio"] for item in runner.expand(METHODS["call", "spark"], settings)] == [
+    assert [item["topk_ratio"] for item in expand(METHODS["call", "spark"], settings)] == [
         0.1,
         0.2,
     ]
-    peers = list(runner.expand(METHODS["call", "comfy-kitchen-sol"], settings))
+    peers = list(expand(METHODS["call", "comfy-kitchen-sol"], settings))
     assert all("scale" not in item for item in peers) and len(peers) == 3
-    assert list(runner.expand(METHODS["call", "dense-cudnn"], settings)) == [{"inputs": "gaussian"}]
+    assert list(expand(METHODS["call", "dense-cudnn"], settings)) == [{"inputs": "gaussian"}]
 
 
 def test_a_threshold_alone_leaves_out_methods_that_have_none():
-    settings = runner.settings_from(runner.parser("x").parse_args(["--tau", "1.0"]))
-    assert list(runner.expand(METHODS["call", "spark"], settings)) == []
-    assert [o.get("tau") for o in runner.expand(METHODS["call", "sol"], settings)] == [1.0]
+    settings = settings_from(parser("x").parse_args(["--tau", "1.0"]))
+    assert list(expand(METHODS["call", "spark"], settings)) == []
+    assert [o.get("tau") for o in expand(METHODS["call", "sol"], settings)] == [1.0]
 
 
 def test_any_option_can_be_swept():
     arguments = ["--sweep", "local-radius=-1,1", "--set", "thresh_type=exact"]
-    settings = runner.settings_from(runner.parser("x").parse_args(arguments))
-    found = list(runner.expand(METHODS["call", "sol"], settings))
+    settings = settings_from(parser("x").parse_args(arguments))
+    found = list(expand(METHODS["call", "sol"], settings))
     assert [item["local_radius"] for item in found] == [-1, 1]
     assert all(item["thresh_type"] == "exact" for item in found)
 
@@ -233,10 +235,10 @@ def test_solspark_bench_forwards_to_the_harness(capsys):
 
 
 def test_settings_can_be_made_without_a_command_line(tmp_path):
-    arguments = runner.parser("x").parse_args(["--level", "plan", "--problem", "tiny"])
-    settings = replace(runner.settings_from(arguments), methods=("pool",), target_s=0.01)
+    arguments = parser("x").parse_args(["--level", "plan", "--problem", "tiny"])
+    settings = replace(settings_from(arguments), methods=("pool",), target_s=0.01)
     said = []
-    session = runner.Session(settings, said.append)
+    session = Session(settings, said.append)
     session.run()
     assert [row.method for row in session.rows] == ["pool"]
     assert not session.failed

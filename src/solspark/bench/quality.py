@@ -389,7 +389,7 @@ def main(argv: Sequence[str] | None = None, program: str = "solspark bench quali
         0; 1 when a result is not finite or farther from dense than the zero vector; 2 for a wrong
         argument.
     """
-    from solspark.bench import runner
+    from solspark.bench import console, session, settings
 
     cuda = torch.cuda.is_available()
     parse = argparse.ArgumentParser(prog=program, description=__doc__)
@@ -397,7 +397,7 @@ def main(argv: Sequence[str] | None = None, program: str = "solspark bench quali
     add("--problem", help="names, comma-separated; tiny, or that of --activations")
     add("--heads", type=int, help="use only the first heads (every kind is among five)")
     add("--only", type=int, default=len(SWEEPS), help="take the first N sweeps; 4 calibrate")
-    add("--dtype", default="bf16" if cuda else "fp32", choices=runner.DTYPES)
+    add("--dtype", default="bf16" if cuda else "fp32", choices=settings.DTYPES)
     add("--device", default="cuda" if cuda else "cpu")
     add("--seed", type=int, default=0)
     add("--out", type=Path, help="JSON-lines file to append to")
@@ -406,17 +406,17 @@ def main(argv: Sequence[str] | None = None, program: str = "solspark bench quali
     add("--budget-s", type=float)
     add("--activations", type=Path, help="safetensors with query, key, value to measure on")
     options = parse.parse_args(sys.argv[1:] if argv is None else list(argv))
-    runner.load_cases()
+    settings.load_cases()
     from solspark.bench.rows import current_commit, fresh_run_id
 
     try:
-        settings = runner.Settings(
-            problems=runner.wanted_problems(options.problem, options.activations),
+        wanted = settings.Settings(
+            problems=settings.wanted_problems(options.problem, options.activations),
             levels=("quality",),
             inputs="file" if options.activations else "video",
             file=options.activations,
             device=torch.device(options.device),
-            dtype=runner.DTYPES[options.dtype],
+            dtype=settings.DTYPES[options.dtype],
             heads=options.heads,
             seed=options.seed,
             budget_s=options.budget_s,
@@ -427,18 +427,15 @@ def main(argv: Sequence[str] | None = None, program: str = "solspark bench quali
     except (ValueError, OSError, SolsparkError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
-    session = runner.Session(settings, lambda text: print(text, file=sys.stderr, flush=True))
-    session.say(f"run {settings.run}, commit {settings.commit}, {settings.device}")
-    session.run(
-        [
-            replace(settings, methods=names, sweeps=sweeps)
-            for names, sweeps in SWEEPS[: options.only]
-        ]
+    taken = session.Session(wanted, lambda text: print(text, file=sys.stderr, flush=True))
+    taken.say(f"run {wanted.run}, commit {wanted.commit}, {wanted.device}")
+    taken.run(
+        [replace(wanted, methods=names, sweeps=sweeps) for names, sweeps in SWEEPS[: options.only]]
     )
-    runner.print_table(runner.table(session.rows, untimed=True))
+    console.print_table(console.table(taken.rows, untimed=True))
     print()
-    print(calibration_table(session.rows))
+    print(calibration_table(taken.rows))
     if not options.activations:
         kinds = ", ".join(head_kind(head) for head in range(min(options.heads or 10, 10)))
         print(f"\nkinds of the first heads: {kinds}")
-    return 1 if session.failed else 0
+    return 1 if taken.failed else 0

@@ -305,7 +305,7 @@ def main(argv: Sequence[str] | None = None, program: str = "solspark bench repor
     parse.add_argument("--check", action="store_true", help="write nothing, say what would change")
     parse.add_argument("--section", help='print one section, such as "call problem=h3-10s"')
     options = parse.parse_args(sys.argv[1:] if argv is None else list(argv))
-    from solspark.bench.runner import load_cases
+    from solspark.bench.settings import load_cases
 
     load_cases()
     paths = sorted(options.rows.glob("*.jsonl")) if options.rows.is_dir() else [options.rows]

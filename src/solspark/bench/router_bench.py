@@ -58,7 +58,7 @@ from solspark.bench.router_rows import (
 )
 from solspark.bench.router_timing import Pace, Sample, deadline, drift_of, measure_steadily
 from solspark.bench.rows import Row
-from solspark.bench.runner import FATAL, served_by
+from solspark.bench.session import FATAL, served_by
 from solspark.bench.timing import synchronize
 from solspark.errors import MissingDependencyError
 from solspark.ops._dispatch import collect_records

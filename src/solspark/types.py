@@ -111,6 +111,8 @@ class BlockSummaries:
 class QuantizedQKV:
     """The INT8 operands of a call and its block statistics; Tp = 64 N padded tokens.
 
+    Where channels are balanced, Q and K are the balanced ones throughout.
+
     Args:
         query, key, value: int8 [B, H, Tp, D]; key is centred by `key_center`; dead rows are zero.
         query_scale, key_scale: float32 [B, H, Tp], zero for dead rows.
@@ -196,7 +198,8 @@ class AttentionCall:
     """What an implementation must know to say whether it can serve a call (never the values).
 
     `aligned`: base pointers and strides are multiples of 16 bytes; `variant`: the kind of the
-    operation where it has several ("diag" or "exact" thresholds).
+    operation where it has several ("diag" or "exact" thresholds); `precision`: "native" for the
+    input type.
     """
 
     batch: int
@@ -217,6 +220,7 @@ class AttentionCall:
     requires_grad: bool = False
     aligned: bool = True
     variant: str = ""
+    precision: str = "native"
 
 
 @dataclass(frozen=True)

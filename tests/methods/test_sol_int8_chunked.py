@@ -174,6 +174,62 @@ def test_options_mean_what_they_mean_in_the_direct_call(options: dict):
     assert torch.equal(problem.run(kmean, vscale, **options)[0], out)
 
 
+def loud_problem() -> Problem:
+    """A problem whose keys have four channels fifty times as loud, after norm and RoPE."""
+    problem = Problem()
+    for weight, gain in zip(problem.weights, (1.0, 50.0), strict=True):
+        weight[[3, 51, 100, 101]] *= gain
+    q, k, v = problem.fused.view(TOKENS, 3, HEADS, 128).unbind(1)
+    q, k = (
+        norm_rope(x, weight, problem.freqs[0, :, 0], 1e-6)[None]
+        for x, weight in zip((q, k), problem.weights, strict=True)
+    )
+    problem.qkv = q, k, v[None]
+    return problem
+
+
+@pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
+def test_balanced_cold_and_primed(rotate: bool):
+    problem = loud_problem()
+    options = dict(tau=1.4, rotate=rotate)
+    wanted = sol_attn(*problem.qkv, balance=True, **options)
+    calls = []
+
+    def source():
+        calls.append(None)
+        return problem.chunks()
+
+    def run(*statistics, balance):
+        arguments = (source, TOKENS, HEADS, problem.freqs, problem.weights, *statistics)
+        return sol_attn_chunked(*arguments, balance=balance, **options)
+
+    cold, kmean, vscale, factors = run(balance=True)
+    assert len(calls) == 2 and factors.shape == (HEADS, 128) and factors.dtype == torch.float32
+    assert cosine(cold, wanted) > 0.995
+    # A mean key is one of the given keys: it serves a call that does not balance.
+    torch.testing.assert_close(kmean, problem.run()[1])
+    primed, *following = run(kmean, vscale, balance=factors)
+    assert len(calls) == 3 and torch.equal(primed, cold)
+    assert all(map(torch.equal, following, (kmean, vscale, factors)))
+    assert torch.equal(run(kmean, vscale, balance=True)[0], cold) and len(calls) == 5
+    assert torch.equal(run(balance=factors * 3)[0], cold) and len(calls) == 7
+    # Factors of another step cost bits, no more: the products stay those of Q and K.
+    stale = run(kmean, vscale, balance=factors.flip(0) * 1.3)[0]
+    assert cosine(stale, wanted) > 0.995
+    for size in (64, 4096):
+        again = problem.run(size=size, balance=True, **options)
+        assert all(map(torch.equal, again, (cold, kmean, vscale, factors)))
+
+
+def test_balanced_chunks_are_nearer_to_dense():
+    problem = loud_problem()
+    wanted = problem_dense(problem)
+    plain, both = (
+        relative(problem.run(tau=-1e9, rotate=on, balance=on)[0], wanted) for on in (False, True)
+    )
+    assert both < 0.3 * plain
+
+
 def test_block_lengths_below_one_are_one():
     problem = Problem()
     given = torch.full((18,), 64, dtype=torch.int32)
@@ -287,6 +343,7 @@ WRONG = {
     "sink_blocks": dict(sink_blocks=[2, 1]),
     "token_aug": dict(token_aug=32),
     "t: expected an int": dict(t=0),
+    "balance: expected": dict(balance=torch.zeros(3, 128)),
 }
 
 

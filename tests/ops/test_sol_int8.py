@@ -12,6 +12,7 @@ from solspark.errors import UnsupportedError
 from solspark.ops import _dispatch
 from solspark.ops.qkv_producer import quantize_qkv
 from solspark.ops.sol_int8 import sol_int8
+from solspark.reference.qkv_producer import balance_factors
 from solspark.reference.qkv_producer import quantize_qkv as reference_quantize
 from solspark.reference.sol_int8 import budget, live_lengths, route
 from solspark.reference.sol_int8 import sol_int8 as float_reference
@@ -82,13 +83,16 @@ def test_eager_does_the_integer_arithmetic(name: str, rotate: bool):
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 65, 130, 517])
+@pytest.mark.parametrize("balance", [False, True], ids=["given", "balanced"])
 @pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
-def test_operands_are_the_reference_s(tokens: int, rotate: bool):
+def test_operands_are_the_reference_s(tokens: int, rotate: bool, balance: bool):
     query, key, value = inputs(tokens, batch=2, heads=3)
+    key[..., 5:9] *= 20.0
     lengths = torch.full((-(-tokens // 64),), 50, dtype=torch.int32)
     with nan_filled_allocations():
-        served = quantize_qkv(query, key, value, block_len=lengths, rotate=rotate)
-    wanted = reference_quantize(query, key, value, block_len=lengths, rotate=rotate)
+        served = quantize_qkv(query, key, value, block_len=lengths, rotate=rotate, balance=balance)
+    options = dict(block_len=lengths, rotate=rotate, balance=balance)
+    wanted = reference_quantize(query, key, value, **options)
     for name, item in vars(wanted).items():
         mine = getattr(served, name)
         if not isinstance(item, torch.Tensor):
@@ -122,10 +126,39 @@ def test_integers_reach_127_and_never_minus_128():
         assert item.min() >= -127 and item.abs().max() == 127
 
 
-def test_zeros_have_a_scale():
+@pytest.mark.parametrize("balance", [False, True])
+def test_zeros_have_a_scale(balance: bool):
     zeros = torch.zeros(1, 130, 1, 128)
-    qkv = quantize_qkv(zeros, zeros, zeros)
+    qkv = quantize_qkv(zeros, zeros, zeros, balance=balance)
     assert torch.equal(sol_int8(qkv, dtype=torch.float32), zeros)
+
+
+def test_balancing_is_for_heads_with_loud_channels():
+    flat, silent = torch.ones(128), torch.ones(128)
+    loud = torch.ones(128)
+    # Four channels hold 4 g / (4 g + 124) of the energy: a fifth at g = 7.75.
+    loud[:4] = 7.75
+    silent[10:] = 0.0
+    below = loud * torch.where(torch.arange(128) < 4, 0.999, 1.0)
+    for query, key, balanced in (
+        (flat, loud, True),
+        (loud, flat, True),
+        (flat, below, False),
+        (below, flat, False),
+        (flat, flat, False),
+        (loud, loud, False),
+    ):
+        factor = balance_factors(query, key)
+        assert (factor != 1).any() == balanced
+        torch.testing.assert_close(factor.log().mean(), torch.tensor(0.0))
+        if balanced:
+            ratio = query * factor**4 / key
+            torch.testing.assert_close(ratio, ratio[:1].expand(128))
+    # Channels without any energy have a ratio all the same.
+    for pair in ((silent, flat), (flat, silent), (silent * 0, silent * 0), (silent, silent)):
+        factor = balance_factors(*pair)
+        # A channel counts for a millionth of the mean energy at least, for 128 of it at most.
+        assert factor.isfinite().all() and factor.max() / factor.min() <= (128 * 1e6) ** 0.25
 
 
 def test_a_tile_that_is_masked_leaves_the_state():
@@ -253,6 +286,9 @@ def test_another_implementation_is_refused():
     qkv = quantize_qkv(*inputs(64))
     with pytest.raises(UnsupportedError, match="hopper"):
         sol_int8(qkv, impl="hopper")
+    for option in ("rotate", "balance"):
+        with pytest.raises(UnsupportedError, match="not on cpu"):
+            quantize_qkv(*inputs(64), impl="triton", **{option: True})
     query = torch.zeros(1, 64, 1, 128, requires_grad=True)
     call = _dispatch.describe(query, query)
     assert reasons("sol_int8", "eager", call) == ["it has no backward pass"]

@@ -34,6 +34,7 @@ def sol_attn(
     token_aug: int = 0,
     *,
     rotate: bool = False,
+    balance: bool = False,
     check_bias: bool = False,
     impl: str | None = None,
 ) -> Tensor:
@@ -66,6 +67,8 @@ def sol_attn(
             128, 192 or 256. Blocks with a bias are left out.
         rotate: rotate the channels of Q and K by a Hadamard matrix before they are quantised, for
             models whose keys have their energy in few channels.
+        balance: before that, multiply the channels of Q, and divide those of K, by what makes both
+            equally loud, in heads where few channels of either have much of the energy.
         check_bias: raise where `key_bias` is not zero outside `sink_blocks`, NaN or plus infinity;
             reads it, and so waits for the device.
         impl: "eager", or None for the best implementation that can serve.
@@ -91,6 +94,7 @@ def sol_attn(
     bias = _key_bias(key_bias, batch, tokens, q)
     _check_gate(coarse_gate, (batch, tokens, heads, head_dim), q.device)
     _check_switches(rotate, check_bias, impl)
+    _checks.check_bool("balance", balance)
     if check_bias:
         _check_bias_is_sunk(bias, options.sinks)
     if torch.compiler.is_compiling():
@@ -109,9 +113,12 @@ def sol_attn(
             coarse_gate,
             token_aug,
             rotate,
+            balance,
             impl,
         )
-    qkv = quantize_qkv(q, k, v, key_bias=bias, block_len=block_len, rotate=rotate, impl=impl)
+    qkv = quantize_qkv(
+        q, k, v, key_bias=bias, block_len=block_len, rotate=rotate, balance=balance, impl=impl
+    )
     return attend(qkv, coarse_gate=coarse_gate, dtype=q.dtype, impl=impl, **options.of_attention())
 
 
@@ -136,9 +143,10 @@ def sol_attn_chunked(
     *,
     key_bias: Tensor | None = None,
     rotate: bool = False,
+    balance: bool | Tensor = False,
     check_bias: bool = False,
     impl: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Attend as `sol_attn`, from chunks of the fused QKV projection, normed and rotated here.
 
     Mind the order: `topk_ratio` precedes `scale`.
@@ -156,12 +164,15 @@ def sol_attn_chunked(
             integers; `kmean` has no other effect, values beyond 127 `vscale` are clipped.
         rope_eps: of the norm.
         key_bias: as for `sol_attn`: [T], [1, T] or [1, 1, 1, T].
+        balance: as for `sol_attn`, measured in a pass of its own; or the factors that the previous
+            step returned, float32 [h, 128].
         tau, topk_ratio, scale, sink_blocks, sink_q, tail, block_len, coarse_gate, token_aug,
             rotate, check_bias, impl: as `sol_attn`.
 
     Returns:
         out bfloat16 [1, T, h, 128], and the statistics of this step for the next, float32
-        [h, 128]: the mean key, and 1.1 times the largest value / 127.
+        [h, 128]: the mean key, 1.1 times the largest value / 127, and, where `balance` was asked
+        for, its factors.
 
     Raises:
         ValueError: an argument is not as described, before the first chunk is asked for; or a
@@ -176,7 +187,12 @@ def sol_attn_chunked(
     _checks.check_int("h", h, 1)
     freqs = _freqs(rope_freqs, t)
     weights = _norm_weights(qk_norm_weights, freqs.device)
-    for name, statistic in (("kmean", kmean), ("vscale", vscale)):
+    given = {"kmean": kmean, "vscale": vscale}
+    if isinstance(balance, Tensor):
+        given["balance"] = balance
+    else:
+        _checks.check_bool("balance", balance)
+    for name, statistic in given.items():
         _check_statistic(name, statistic, h, freqs.device)
     eps = _checks.check_float("rope_eps", rope_eps)
     options = _Options(
@@ -188,8 +204,8 @@ def sol_attn_chunked(
     _check_switches(rotate, check_bias, impl)
     if check_bias:
         _check_bias_is_sunk(bias, options.sinks)
-    qkv, kmean_next, vscale_next = qkv_producer(
-        _source(qkv_chunks, twice=kmean is None or vscale is None),
+    qkv, *following = qkv_producer(
+        _source(qkv_chunks, twice=kmean is None or vscale is None or balance is True),
         t,
         h,
         freqs,
@@ -200,12 +216,13 @@ def sol_attn_chunked(
         key_bias=bias,
         block_len=block_len,
         rotate=rotate,
+        balance=balance,
         impl=impl,
     )
     out = attend(
         qkv, coarse_gate=coarse_gate, dtype=torch.bfloat16, impl=impl, **options.of_attention()
     )
-    return out, kmean_next, vscale_next
+    return out, *following
 
 
 def sol_attn_is_available(device: torch.device | str | int | None = None) -> bool:

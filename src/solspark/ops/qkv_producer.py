@@ -14,6 +14,7 @@ from solspark.ops import _dispatch, _triton
 from solspark.reference.qkv_producer import (
     POOLED_FLOOR,
     SCALE_FLOOR,
+    balance_factors,
     basis,
     bias_in_log2,
     block_statistics,
@@ -42,6 +43,7 @@ def quantize_qkv(
     key_center: Tensor | None = None,
     value_scale: Tensor | None = None,
     rotate: bool = False,
+    balance: bool = False,
     impl: str | None = None,
 ) -> QuantizedQKV:
     """Quantise Q, centred K and V to INT8 and take the statistics of their blocks.
@@ -54,6 +56,8 @@ def quantize_qkv(
         value_scale: [B, H, D]; None takes max(absmax / 127, 1e-8) of the live rows.
         rotate: rotate the channels of Q and K by an orthonormal Hadamard matrix before they are
             quantised: outlier channels then share their scale's cost. Products do not change.
+        balance: multiply the channels of Q, and divide those of K, by what makes both equally
+            loud, see `reference.balance_factors`. Products do not change.
         impl: "eager", "triton" or None for the best that can serve.
 
     Returns:
@@ -71,11 +75,19 @@ def quantize_qkv(
         key,
         key_bias=key_bias is not None,
         requires_grad=_dispatch.needs_grad(query, key, value),
-        variant="rotated" if rotate else "",
+        variant=variant(rotate, balance),
     )
     choice = _dispatch.pick("qkv_producer", call, impl)
     choice.record()
-    return choice.run(query, key, value, key_bias, block_len, key_center, value_scale, rotate)
+    return choice.run(
+        query, key, value, key_bias, block_len, key_center, value_scale, rotate, balance
+    )
+
+
+def variant(rotate: bool, balance: bool) -> str:
+    """Return the kind of a call, as implementations are asked about it."""
+    words = ["rotated"] * rotate + ["balanced"] * balance
+    return " ".join(words)
 
 
 def qkv_producer(
@@ -91,8 +103,9 @@ def qkv_producer(
     key_bias: Tensor | None = None,
     block_len: Tensor | None = None,
     rotate: bool = False,
+    balance: bool | Tensor = False,
     impl: str | None = None,
-) -> tuple[QuantizedQKV, Tensor, Tensor]:
+) -> tuple[Any, ...]:
     """Normalise, rotate, quantise and pool the chunks of a fused QKV projection.
 
     Q, K and V never exist whole: beside the INT8 operands there is one chunk, and a float32 copy of
@@ -106,15 +119,16 @@ def qkv_producer(
         freqs: float32 [T, r/2, 2, 2], see `reference.norm_rope`.
         norm_weights: of Q and K, [D].
         key_center, value_scale: float32 [H, D], those of an earlier step; unless both are given
-            they are measured first, in a pass of their own.
+            (and the factors of `balance`) they are measured first, in a pass of their own.
         eps: of the norm.
         key_bias: float [1, T], natural log; touches no statistic.
         block_len, rotate: as `quantize_qkv`.
+        balance: False; the factors of an earlier step, float32 [H, D]; or True to measure them.
         impl: "eager", "triton" or None for the best that can serve.
 
     Returns:
         The operands (B = 1), and this step's statistics for the next: the mean of the live keys and
-        1.1 absmax / 127 of the live values, float32 [H, D].
+        1.1 absmax / 127 of the live values, float32 [H, D]; with `balance` its factors too.
 
     Raises:
         ValueError: a chunk's shape, type, device or start is wrong, or they do not cover T.
@@ -136,7 +150,7 @@ def qkv_producer(
         key_heads=heads,
         key_bias=key_bias is not None,
         requires_grad=_dispatch.needs_grad(*norm_weights, freqs),
-        variant="rotated" if rotate else "",
+        variant=variant(rotate, balance is not False),
     )
     choice = _dispatch.pick("qkv_producer", call, impl)
     choice.record()
@@ -152,6 +166,7 @@ def qkv_producer(
         key_bias,
         block_len,
         rotate,
+        balance,
     )
 
 
@@ -202,6 +217,9 @@ class _Carriers:
         )
         self.value_sums = torch.empty_like(self.query_sums, dtype=torch.bfloat16)
         self.value_peak = torch.zeros((batch, heads, head_dim), dtype=torch.float32, device=device)
+        self.squares: tuple[Tensor, Tensor] | None = None
+        self.factor: Tensor | None = None
+        """Balancing of the channels, float32 [B, H, D], to be set before rows are quantised."""
 
     @staticmethod
     def step(heads: int, head_dim: int) -> int:
@@ -233,6 +251,25 @@ class _Carriers:
         peak = self.value_peak[sample]
         torch.maximum(peak, rows.abs().amax(0), out=peak)
 
+    def measure(
+        self, sample: int, first: int, query: Tensor, key: Tensor, norm: Norm | None
+    ) -> None:
+        """Take the block sums of the squares of Q and K."""
+        if norm is not None:
+            query, key = norm.query(query, first), norm.key(key, first)
+        if self.squares is None:
+            self.squares = torch.empty_like(self.query_sums), torch.empty_like(self.key_sums)
+        for sums, rows in zip(self.squares, (query, key), strict=True):
+            self._store_sums(sums, sample, first, self._rows(rows, first).square())
+
+    def measured_factor(self) -> Tensor:
+        """Return the balancing that the rows measured ask for, [B, H, D]."""
+        assert self.squares is not None
+        total = self.lengths.sum()
+        query, key = (squares.sum(2) / total for squares in self.squares)
+        key = (key - (self.key_sums.sum(2) / total).square()).clamp_min(0.0)
+        return balance_factors(query, key)
+
     def quantise(
         self,
         sample: int,
@@ -246,6 +283,9 @@ class _Carriers:
         if norm is not None:
             rows = norm.query(rows[0], first), norm.key(rows[1], first), rows[2]
         query, key, value = (self._rows(x, first) for x in rows)
+        if self.factor is not None:
+            factor = self.factor[sample]
+            query, key, key_center = query * factor, key / factor, key_center / factor
         place = slice(first, first + query.shape[0])
         live = self.live[place]
         self._store_sums(self.query_sums, sample, first, query)
@@ -270,6 +310,9 @@ class _Carriers:
         """Quantise the block means and close the operands."""
         query_means = self.query_sums / self.lengths.float()[:, None]
         key_means = self.key_means()
+        if self.factor is not None:
+            key_means = key_means / self.factor[:, :, None]
+            key_center = key_center / self.factor
         key_mean, key_var = block_statistics(key_means)
         centroid, centroid_scale = quantize_rows(basis(query_means, self.rotate))
         pooled, pooled_scale = quantize_rows(
@@ -380,6 +423,7 @@ class _Producer:
         key_center: Tensor | None,
         value_scale: Tensor | None,
         rotate: bool,
+        balance: bool = False,
     ) -> QuantizedQKV:
         """Take the statistics in one pass over K and V and quantise in another."""
         batch, tokens, heads, head_dim = query.shape
@@ -392,6 +436,10 @@ class _Producer:
         ]
         for sample, first, rows in places:
             carriers.harvest(sample, first, key[sample, rows], value[sample, rows], None)
+            if balance:
+                carriers.measure(sample, first, query[sample, rows], key[sample, rows], None)
+        if balance:
+            carriers.factor = carriers.measured_factor()
         if key_center is None:
             key_center = block_statistics(carriers.key_means())[0]
         if value_scale is None:
@@ -417,7 +465,8 @@ class _Producer:
         key_bias: Tensor | None,
         block_len: Tensor | None,
         rotate: bool,
-    ) -> tuple[QuantizedQKV, Tensor, Tensor]:
+        balance: bool | Tensor = False,
+    ) -> tuple[Any, ...]:
         """Take the chunks once with statistics, twice without."""
         head_dim = norm_weights[0].shape[-1]
         carriers = self.carriers(1, heads, head_dim, tokens, block_len, freqs.device, rotate)
@@ -426,24 +475,32 @@ class _Producer:
         norm = Norm(norm_weights, freqs, eps)
         step = carriers.step(heads, head_dim)
 
-        def measured() -> tuple[Tensor, Tensor]:
+        def measured() -> tuple[Tensor, ...]:
             center = carriers.key_sums[0].sum(1) / live_tokens
             scale = (carriers.value_peak[0] / 127.0 * VALUE_MARGIN).clamp_min(SCALE_FLOOR)
-            return center, scale
+            return center, scale, *(() if balance is False else carriers.measured_factor())
 
-        if key_center is None or value_scale is None:
+        def harvest(first: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+            carriers.harvest(0, first, key, value, norm)
+            if balance is not False:
+                carriers.measure(0, first, query, key, norm)
+
+        known = key_center is None or value_scale is None or balance is True
+        if known:
             for first, fused in _walk(chunks(), tokens, heads, head_dim, step, freqs.device):
-                carriers.harvest(0, first, fused[:, 1], fused[:, 2], norm)
-            key_center, value_scale = measured()
-            known = True
+                harvest(first, *fused.unbind(1))
+            key_center, value_scale, *factor = measured()
         else:
+            assert key_center is not None and value_scale is not None
             key_center = key_center.float()
             value_scale = value_scale.float().clamp_min(SCALE_FLOOR)
-            known = False
+            factor = [balance.float()] if isinstance(balance, Tensor) else []
+        if factor:
+            carriers.factor = factor[0][None]
         for first, fused in _walk(chunks(), tokens, heads, head_dim, step, freqs.device):
             query, key, value = fused.unbind(1)
             if not known:
-                carriers.harvest(0, first, key, value, norm)
+                harvest(first, query, key, value)
             carriers.quantise(0, first, (query, key, value), key_center, value_scale, norm)
         following = measured()
         return carriers.finish(key_center[None], value_scale[None], key_bias), *following
@@ -515,8 +572,10 @@ def _reasons(call: AttentionCall) -> list[str]:
 
 def _triton_reasons(call: AttentionCall) -> list[str]:
     found = _triton.obstacles(call, head_dims=(128,))
-    if call.variant == "rotated":
+    if "rotated" in call.variant:
         found.append("it does not rotate")
+    if "balanced" in call.variant:
+        found.append("it does not balance channels")
     return found
 
 

@@ -424,6 +424,7 @@ def whole_call(
     coarse_gate: Tensor | None,
     token_aug: int,
     rotate: bool,
+    balance: bool,
     impl: str | None,
 ) -> Tensor:
     """Quantise and attend as one node of a compiled graph; arguments are checked by the caller.
@@ -431,7 +432,14 @@ def whole_call(
     tau is a float64 scalar on the CPU: as a number every new value would need a graph of its own.
     """
     qkv = quantize_qkv(
-        query, key, value, key_bias=key_bias, block_len=block_len, rotate=rotate, impl=impl
+        query,
+        key,
+        value,
+        key_bias=key_bias,
+        block_len=block_len,
+        rotate=rotate,
+        balance=balance,
+        impl=impl,
     )
     return sol_int8(
         qkv,

@@ -13,11 +13,40 @@ NEG = -3.0e38
 """Finite stand-in for minus infinity."""
 SCALE_FLOOR = 1e-8
 POOLED_FLOOR = 1e-12
+LOUDEST, LOUD_SHARE = 4, 0.2
+"""Channels of a head are balanced where so many hold so much of the energy of Q or of K."""
+ENERGY_FLOOR = 1e-6
+"""Least energy of a channel in balancing, of its head's mean: silent ones have no ratio."""
 
 
 def basis(x: Tensor, rotated: bool) -> Tensor:
     """Return rows in the basis of the integers: rotated by an orthonormal Hadamard, or as is."""
     return hadamard_rotate(x, x.shape[-1]) if rotated else x
+
+
+def balance_factors(query_energy: Tensor, key_energy: Tensor) -> Tensor:
+    """Return what Q's channels are multiplied by, and K's divided by, to be equally loud.
+
+        f_c = sqrt(rms(k_c) / rms(q_c)) / their geometric mean over c
+
+    It is 1 for heads where the four loudest channels hold less than a fifth of the energy, of Q's
+    and of K's: there is nothing to mend.
+
+    Args:
+        query_energy: mean squares of the live rows of Q, [..., D].
+        key_energy: those of K about its mean.
+
+    Source: INT8 specification 6; there K's channels alone decide, but Q's can be loud as well.
+    """
+    energies = query_energy, key_energy
+    loud = [x.topk(LOUDEST, -1).values.sum(-1) >= LOUD_SHARE * x.sum(-1) for x in energies]
+    query, key = (
+        x.clamp_min(ENERGY_FLOOR * x.mean(-1, keepdim=True)).clamp_min(SCALE_FLOOR**2)
+        for x in energies
+    )
+    logs = (key.log() - query.log()) / 4
+    factor = (logs - logs.mean(-1, keepdim=True)).exp()
+    return torch.where((loud[0] | loud[1])[..., None], factor, torch.ones_like(factor))
 
 
 def quantize_rows(x: Tensor, floor: float = SCALE_FLOOR) -> tuple[Tensor, Tensor]:
@@ -50,6 +79,7 @@ def quantize_qkv(
     key_center: Tensor | None = None,
     value_scale: Tensor | None = None,
     rotate: bool = False,
+    balance: bool = False,
 ) -> QuantizedQKV:
     """Quantise Q, centred K and V, and pool them.
 
@@ -60,6 +90,8 @@ def quantize_qkv(
         key_center: [B, H, D], subtracted from the keys; None takes the mean of the block means.
         value_scale: [B, H, D]; None takes max(absmax / 127, 1e-8) of the live rows.
         rotate: rotate Q and K before they are quantised; statistics are taken before.
+        balance: put `balance_factors` on the channels of Q and K first, before anything else is
+            taken of them; `key_center` is that of the given keys all the same.
 
     Numerics: float32 throughout, whatever the input type.
 
@@ -77,6 +109,12 @@ def quantize_qkv(
         return rows.masked_fill(~live[:, None], 0.0)
 
     q, k, v = padded(query), padded(key), padded(value)
+    if balance:
+        total = lengths.sum()
+        key_energy = k.square().sum(2) / total - (k.sum(2) / total).square()
+        factor = balance_factors(q.square().sum(2) / total, key_energy.clamp_min(0.0))
+        q, k = q * factor[:, :, None], k / factor[:, :, None]
+        key_center = None if key_center is None else key_center.float() / factor
     count = lengths.float()[:, None]
     sums = [x.unflatten(2, (blocks, BLOCK)).sum(3) for x in (q, k, v)]
     query_means, key_means = sums[0] / count, sums[1] / count

@@ -86,6 +86,12 @@ def test_the_newest_run_of_a_measurement_is_shown():
     assert [(item.run, item.problem) for item in kept] == [("r2", "h3-10s"), ("r1", "h3-5s")]
 
 
+def test_a_later_run_that_could_not_try_a_method_keeps_its_row():
+    absent = row(run="r2", ms=None, gate="unavailable: no such wheel")
+    assert newest([row(), absent]) == newest([absent, row()]) == [row()]
+    assert "unavailable: no such wheel" in section("call", [absent])
+
+
 def test_ratios_are_taken_inside_a_run():
     other = row(run="r2", ms=30.0)
     base = baselines([DENSE, row(), other])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +11,7 @@ import torch
 
 from solspark.bench import runner, timing
 from solspark.bench.case import METHODS, Case, Unavailable, method
+from solspark.bench.console import Progress
 from solspark.bench.gate import Verdict
 from solspark.bench.rows import read_rows
 from solspark.bench.session import Session
@@ -158,22 +161,63 @@ def test_a_lost_device_stops_the_run(tmp_path, capsys, planted):
     assert "the device context is lost" in capsys.readouterr().err
 
 
-def test_what_is_absent_is_said_and_not_recorded(tmp_path, capsys):
+def test_what_is_absent_is_a_row_that_says_so_and_is_tried_again(tmp_path, capsys, planted):
     @method("reweight", "absent")
     def build(inputs, options):
-        raise Unavailable("no such wheel")
+        raise Unavailable("no such\n  wheel")
 
-    try:
-        assert take(tmp_path, "--level", "reweight", "--methods", "absent") == []
-        assert "not here: no such wheel" in capsys.readouterr().err
-    finally:
-        del METHODS["reweight", "absent"]
+    arguments = ("--level", "reweight", "--methods", "absent", "--run", "one")
+    (row,) = take(tmp_path, *arguments)
+    assert row.gate == "unavailable: no such wheel" and row.ms is None and not row.passed
+    assert "absent inputs" not in capsys.readouterr().err
+    planted("absent")
+    rows = take(tmp_path, *arguments)
+    assert [item.gate for item in rows] == ["unavailable: no such wheel", "pass"]
+    capsys.readouterr()
 
 
-def test_a_peer_that_fails_is_a_finding(tmp_path, capsys):
-    rows = take(tmp_path, "--methods", "comfy-kitchen-dense,sage-dense")
-    assert rows == []
-    assert capsys.readouterr().err.count("not here") == 2
+def test_a_peer_or_a_baseline_that_is_missing_is_named(tmp_path, capsys):
+    rows = take(tmp_path, "--methods", "comfy-kitchen-dense,sage-dense,dense-cudnn")
+    assert [row.method for row in rows] == ["comfy-kitchen-dense", "sage-dense", "dense-cudnn"]
+    assert all(row.gate.startswith("unavailable: ") for row in rows)
+    printed = capsys.readouterr()
+    assert "tiny call dense-cudnn heads=1: unavailable: dense-cudnn needs a CUDA" in printed.err
+    assert "dense-cudnn" in printed.out
+
+
+def test_a_gate_that_failed_before_fails_the_resumed_run_too(tmp_path, capsys, planted):
+    planted("wrong", judge=lambda out: Verdict("max error 1 over 0.1", 1.0))
+    arguments = ("--level", "reweight", "--methods", "wrong", "--run", "one")
+    take(tmp_path, *arguments, code=1)
+    assert len(take(tmp_path, *arguments, code=1)) == 1
+    assert "taken already" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("rich", [True, False], ids=["rich", "no-rich"])
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
+def test_progress_is_a_bar_on_a_terminal_and_plain_lines_elsewhere(monkeypatch, rich, terminal):
+    if rich:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setitem(sys.modules, "rich.progress", None)
+    stream = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress() as progress:
+        progress.say("[1/2] a row")
+        progress.advance(1, 2)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    if rich and terminal:
+        assert "1/2 rows" in shown and "[1/2] a row" in shown
+    else:
+        assert shown == "[1/2] a row\n"
 
 
 def test_a_time_budget_leaves_rows_for_the_next_run(tmp_path, capsys):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
 
 from solspark.bench.report import baselines, speed_up
 from solspark.bench.rows import Row
@@ -23,6 +25,50 @@ COLUMNS = (
 )
 
 
+class Progress:
+    """Say lines on stderr, above a bar where stderr is a terminal and rich is installed."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Progress:
+        try:
+            if not sys.stderr.isatty():
+                # A file or a pipe gets the lines alone.
+                raise ImportError
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+        except ImportError:
+            return self
+        columns = (BarColumn(), MofNCompleteColumn(), "rows", TimeElapsedColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._bar.start()
+        self._task = self._bar.add_task("", total=None)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        if self._bar is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self._bar.console.print(text, markup=False, highlight=False)
+
+    def advance(self, done: int, total: int) -> None:
+        """Say how many rows are done."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total)
+
+
 def told_error(row: Row) -> str:
     """Return the error of a row in words, or nothing."""
     names = {"relative_l2": "rel L2", "mass_recall": "recall", "median_nats": "median nats"}
@@ -38,6 +84,8 @@ def label(row: Row) -> str:
 
 def outcome(row: Row) -> str:
     """Return the figures of a row in few words."""
+    if not row.available:
+        return row.gate
     if not row.passed:
         return f"GATE: {row.gate}"
     parts = ["pass"]

@@ -60,11 +60,14 @@ HEADLINE = (
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
-    """Return one row for each measurement, that of its latest run, in order of first appearance."""
+    """Return one row for each measurement, that of its latest run, in order of first appearance.
+
+    A method that a later run could not try keeps the row it has.
+    """
     kept: dict[tuple, Row] = {}
     for row in rows:
         key = (row.gpu, row.problem, row.level, row.method, str(sorted(row.options.items())))
-        if key not in kept or row.run >= kept[key].run:
+        if key not in kept or (row.available, row.run) >= (kept[key].available, kept[key].run):
             kept[key] = row
     return list(kept.values())
 

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+UNAVAILABLE = "unavailable: "
+"""How the gate of a row begins whose method cannot be measured here; the reason follows."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -27,7 +30,7 @@ class Row:
         problem: a key of `bench.problems.PROBLEMS`.
         tokens: T.
         heads: H.
-        level: attend, call, layer, plan, reweight, dit, checks, quality.
+        level: attend, call, layer, plan, reweight, dit, step, part, checks, quality.
         method: what was timed; peers are methods like any other.
         options: what the method was called with, under the API's names.
         implementation: what served the call, or the package and version of a peer.
@@ -38,7 +41,7 @@ class Row:
         tflops: executed operations over the median.
         peak_gib: peak device memory above the inputs.
         error: {"relative_l2": x, "against": what}, or None.
-        gate: "pass", or why not.
+        gate: "pass", or why not: what failed, or "unavailable: " and why it was not tried.
     """
 
     run: str
@@ -66,6 +69,11 @@ class Row:
     @property
     def passed(self) -> bool:
         return self.gate == "pass"
+
+    @property
+    def available(self) -> bool:
+        """Whether the method could be tried at all."""
+        return not self.gate.startswith(UNAVAILABLE)
 
     def key(self) -> str:
         """Return what makes a measurement the same one: rows with equal keys need not be taken

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from solspark.bench.case import methods_of
-from solspark.bench.console import print_table, table
+from solspark.bench.console import Progress, print_table, table
 from solspark.bench.problems import PROBLEMS
 from solspark.bench.session import Session
 from solspark.bench.settings import (
@@ -63,12 +63,13 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m solspark.b
 
 def run(settings: Settings) -> int:
     """Measure what the settings say, print a table, and return the exit code."""
-    session = Session(settings, lambda text: print(text, file=sys.stderr, flush=True))
-    session.say(f"run {settings.run}, commit {settings.commit}, {settings.device}")
     try:
-        session.run()
+        with Progress() as progress:
+            session = Session(settings, progress.say, progress.advance)
+            session.say(f"run {settings.run}, commit {settings.commit}, {settings.device}")
+            session.run()
     except KeyboardInterrupt:
-        session.say(f"interrupted; --run {settings.run} resumes")
+        print(f"interrupted; --run {settings.run} resumes", file=sys.stderr)
         return 130
     print_table(table(session.rows))
     return 1 if session.failed else 0

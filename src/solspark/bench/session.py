@@ -128,8 +128,14 @@ def _release(device: torch.device) -> None:
 class Session:
     """Take rows one by one within the time budget and remember how it went."""
 
-    def __init__(self, settings: Settings, say: Callable[[str], None]):
-        self.settings, self.say = settings, say
+    def __init__(
+        self,
+        settings: Settings,
+        say: Callable[[str], None],
+        advance: Callable[[int, int], None] = lambda done, total: None,
+    ):
+        """Args: settings; say takes a line; advance, how many rows of a problem are done."""
+        self.settings, self.say, self.advance = settings, say, advance
         self.rows: list[Row] = []
         self.failed = False
         self.stopped: str | None = None
@@ -138,7 +144,9 @@ class Session:
         self.place = ""
         self.done: dict[str, Row] = {}
         if settings.out is not None and settings.out.exists():
-            self.done = {row.key(): row for row in rows_module.read_rows([settings.out])}
+            # What was not to be had is tried again: it may have been installed since.
+            written = rows_module.read_rows([settings.out])
+            self.done = {row.key(): row for row in written if row.available}
 
     @property
     def elapsed(self) -> float:
@@ -176,8 +184,9 @@ class Session:
         for number, (method, options) in enumerate(wanted, start=1):
             self.place = f"{number}/{len(wanted)}"
             row = _blank(settings, problem, inputs, method, options)
+            self.advance(number - 1, len(wanted))
             if row.key() in self.done:
-                self.rows.append(self.done[row.key()])
+                self._keep(method, self.done[row.key()])
                 self.say(f"  {label(row)}: taken already")
                 continue
             if self._out_of_time():
@@ -194,6 +203,13 @@ class Session:
                 )
             self._one(method, inputs, problem, options, row)
             _release(settings.device)
+        self.advance(len(wanted), len(wanted))
+
+    def _keep(self, method: Method, row: Row) -> None:
+        """Remember a row; one of ours that does not pass fails the run, taken now or before."""
+        self.rows.append(row)
+        if not row.passed and row.available and is_ours(method):
+            self.failed = True
 
     def _one(
         self,
@@ -209,17 +225,14 @@ class Session:
             row = replace(row, heads=inputs.heads if inputs else row.heads)
             taken = take(method.build(source, options), row, self.settings)
         except Unavailable as absent:
-            self.say(f"  {label(row)}: not here: {absent}")
-            return
+            taken = [replace(row, gate=rows_module.UNAVAILABLE + " ".join(str(absent).split()))]
         except Exception as error:
             text = " ".join(str(error).split())
             taken = [replace(row, gate=f"{type(error).__name__}: {text[:300]}")]
             if any(sign in text for sign in FATAL):
                 self.stopped = "the device context is lost"
         for item in taken:
-            if not item.passed and is_ours(method):
-                self.failed = True
-            self.rows.append(item)
+            self._keep(method, item)
             if self.settings.out is not None:
                 rows_module.append_row(self.settings.out, item)
             else:

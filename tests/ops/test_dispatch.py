@@ -143,3 +143,18 @@ def test_a_call_is_described_by_its_tensors() -> None:
     assert call.requires_grad and not call.last_dim_contiguous
     with torch.no_grad():
         assert not _dispatch.describe(query, key).requires_grad
+
+
+def test_stages_are_told_to_those_who_watch_and_to_nobody_else() -> None:
+    told: list[str] = []
+
+    def enter(name: str):
+        told.append(f"{name} begins")
+        return lambda: told.append(f"{name} ends")
+
+    with _dispatch.watch_stages(enter):
+        with _dispatch.stage("plan"):
+            told.append("work")
+    with _dispatch.stage("plan"):
+        pass
+    assert told == ["plan begins", "work", "plan ends"]

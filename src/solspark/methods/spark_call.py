@@ -99,7 +99,10 @@ class PackedCall:
         """Reorder, attend and undo, a few heads at a time: copies of all heads would cost 4 GiB."""
         reblock, layout = self.config.reblock, self.layout
         assert reblock is not None
-        orders = plan_orders(query, key, grid, reblock, self.cache, impl=self.operation("reblock"))
+        with _dispatch.stage("plan"):
+            orders = plan_orders(
+                query, key, grid, reblock, self.cache, impl=self.operation("reblock")
+            )
         self.counters["reblock"] += 1
         self.reblock_facts = orders.facts
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -111,9 +114,10 @@ class PackedCall:
             here = slice(first, min(first + step, heads))
             where = (orders.query[:, here], orders.key[:, here])
             own = None if route is None else route[:, here]
-            q, k, v, means, summaries = self._reorder(
-                query[:, :, here], key[:, :, here], value[:, :, here], *where
-            )
+            with _dispatch.stage("reorder and summarise"):
+                q, k, v, means, summaries = self._reorder(
+                    query[:, :, here], key[:, :, here], value[:, :, here], *where
+                )
             parts = self.attend(q, k, v, own, head=first, means=means, summaries=summaries)
             del q, k, v, summaries
             video = parts[0]
@@ -122,7 +126,8 @@ class PackedCall:
                 rest = layout.video_tokens - layout.dense_start
                 video = torch.cat([video, parts[1][:, :rest]], dim=1) if rest else video
                 out[:, layout.video_tokens :, here] = parts[1][:, rest:]
-            out[:, : layout.video_tokens, here] = unpermute(video, orders.query[:, here])
+            with _dispatch.stage("reorder and summarise"):
+                out[:, : layout.video_tokens, here] = unpermute(video, orders.query[:, here])
         return out
 
     def _reorder(
@@ -179,13 +184,15 @@ class PackedCall:
         layout, config = self.layout, self.config
         prefix = self._prefix(query)
         if means is None:
-            means = self._pool(prefix, key, value)
+            with _dispatch.stage("plan"):
+                means = self._pool(prefix, key, value)
         if config.route_score != "native_mean" and summaries is None:
             # The route reads the summaries of every row, so they cannot be chunked.
             assert self.topology is not None
             count = self.topology.parents_within(layout.query_blocks)
             summaries = self._summaries(means.query, key, value, 0, count)
-        chosen = self._route(prefix, key, means, summaries, route, head)
+        with _dispatch.stage("plan"):
+            chosen = self._route(prefix, key, means, summaries, route, head)
         self.mode, self.top_k = chosen.mode, chosen.top_k
         self.exact_pairs.append(chosen.plan.counts.sum())
 

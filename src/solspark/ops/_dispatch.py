@@ -36,6 +36,8 @@ OPERATIONS = {
 """Operation -> the module in `solspark.ops` that registers it; others have their own name."""
 
 Reasons = Callable[[AttentionCall], Sequence[str]]
+Enter = Callable[[str], Callable[[], None]]
+"""Called with a stage's name where it begins; what it returns is called where it ends."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,12 @@ _registry: dict[str, dict[str, Implementation]] = {}
 
 
 class _ThreadState(threading.local):
-    """The newest record of a thread and the lists that collect records inside `collect_records`."""
+    """The newest record of a thread, the lists that collect records, and who watches stages."""
 
     def __init__(self) -> None:
         self.last: CallRecord | None = None
         self.collectors: list[list[CallRecord]] = []
+        self.watchers: list[Enter] = []
 
 
 _state = _ThreadState()
@@ -202,6 +205,25 @@ def collect_records() -> Iterator[list[CallRecord]]:
         yield records
     finally:
         _state.collectors[:] = [item for item in _state.collectors if item is not records]
+
+
+@contextmanager
+def watch_stages(enter: Enter) -> Iterator[None]:
+    """Have the stages of this thread's calls reported, so that a benchmark can time them."""
+    _state.watchers.append(enter)
+    try:
+        yield
+    finally:
+        _state.watchers[:] = [item for item in _state.watchers if item is not enter]
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Mark a part of a composition for those who watch; without them it does nothing."""
+    ends = [enter(name) for enter in _state.watchers]
+    yield
+    for end in ends:
+        end()
 
 
 def describe(query: Tensor | None, key: Tensor, **options: Any) -> AttentionCall:

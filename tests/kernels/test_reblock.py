@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -198,7 +199,7 @@ def test_options_without_a_kernel_are_named():
 
 TYPES = {
     **dict.fromkeys(("nodes", "tokens", "wanted", "first", "splits_each"), "i32"),
-    **dict.fromkeys(("tiles", "slots", "width"), "i32"),
+    **dict.fromkeys(("tiles", "spans", "slots", "width"), "i32"),
     **dict.fromkeys(("sor", "sxr", "sxt"), "i64"),
     **dict.fromkeys(("order_ptr", "node_ptr", "split_ptr", "weight_ptr", "key_ptr"), "*i32"),
     **dict.fromkeys(("moved_ptr", "histogram_ptr", "candidate_ptr"), "*i32"),
@@ -236,12 +237,15 @@ def test_landmark_means_compile(compile_ahead):
 
 @pytest.mark.parametrize("euclidean", [False, True])
 def test_scores_compile(compile_ahead, euclidean: bool):
-    constants = {"D": 128, "WIDTH": 16, "TILE": 64, "EUCLIDEAN": euclidean}
+    constants = {"D": 128, "SLOTS": 16, "WIDTH": 16, "TILE": 64, "EUCLIDEAN": euclidean}
+    constants.update(SPAN=tree_score.ROWS * tree_score.TILES, STAGES=tree_score.STAGES)
     types = {**TYPES, "direction_ptr": "*fp32" if euclidean else "*fp16"}
     compiled = compile_ahead(tree_score.score_kernel, types, constants, num_warps=4)
     if "ptx" in compiled.asm and not euclidean:
-        # Rows come in whole 16-byte vectors: this kernel is bound by reading them.
-        assert compiled.asm["ptx"].count("ld.global.v4") >= 8
+        # Rows come in whole 16-byte vectors, a tile ahead; scores leave as such too.
+        ptx = compiled.asm["ptx"]
+        assert len(re.findall(r"cp\.async\.c[ag]\.shared\.global .*, 0x10,", ptx)) >= 8
+        assert ptx.count("st.global.v4") >= 2
 
 
 def test_norms_and_finish_compile(compile_ahead):

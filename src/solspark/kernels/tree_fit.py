@@ -236,10 +236,15 @@ def landmark_means_kernel(
         tl.store(centre_ptr + (pid * K + i) * D + offs_d, mean)
 
 
-WARPS = {32: 2, 64: 4, 128: 16}
-"""Warps by landmarks: 16 to 32 registers a thread for each K x K matrix. The work of a node is a
-chain of short steps, so many small programs an SM (128 registers at 32 landmarks: 8 of them) should
-beat few large ones."""
+WARPS = {32: 1, 64: 2, 128: 16}
+"""Warps by landmarks. The work of a node is a chain of short steps on K x K matrices, so what
+counts is how many nodes an SM has in flight and what each of them issues: at 32 landmarks one warp
+holds a matrix in 32 registers a thread, needs no barrier, and issues 2,660 instructions where two
+warps issue 2 x 2,990; at 64 landmarks two warps leave room for four nodes an SM, four for two."""
+
+REGISTERS = {32: 168}
+"""Bound on the registers of a thread: 12 nodes an SM at 32 landmarks, still without a spill (left
+alone the compiler takes 210: nine of them)."""
 
 
 def given(tensor: Tensor | None, other: Tensor) -> Tensor:
@@ -292,6 +297,7 @@ def launch_tree_fit(
     offsets = torch.empty(shape, device=x.device) if euclidean else None
     weights = torch.empty(pairs, 2 * slots, k, dtype=torch.int32, device=x.device)
     depths = [(2**d - 1, 2**d, 1) for d in range(slots.bit_length() - 1)]
+    limit = {"maxnreg": REGISTERS[k]} if k in REGISTERS and torch.version.hip is None else {}
     for first, programs, each in depths if spread else [(0, 1, slots - 1)]:
         fit_kernel[(pairs, programs)](
             x, given(centres, x), squares, given(gain, squares), order, nodes, splits,
@@ -300,5 +306,6 @@ def launch_tree_fit(
             order.stride(0), x.stride(0), x.stride(1),
             K=k, D=dim, ITERATIONS=iterations, ENDPOINTS=endpoints, EUCLIDEAN=euclidean,
             MEANS=centres is not None, GAINED=gain is not None, num_warps=WARPS[k],
+            **limit,
         )
     return directions, offsets

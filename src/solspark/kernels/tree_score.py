@@ -3,8 +3,11 @@
     cosine:     scores[tree, token, s] = (x / |x|) . direction[node, s]
     euclidean:  scores[tree, token, s] = 2 x . direction[node, s] + offset[node, s]
 
-One program = one tile of ROWS tokens of one (tree, node): it reads their feature rows once (256
-bytes each at D = 128, wherever they lie), the node's S directions, and writes 4 S bytes a token.
+One program = up to TILES tiles of ROWS tokens of one (tree, node): it reads the node's S directions
+once, then every feature row once (256 bytes each at D = 128, wherever they lie), and writes 4 S
+bytes a token, whole sectors. The loop is pipelined: the ids of two tiles ahead and the rows of the
+next one are on their way while a tile is scored. Without that a program waits for three dependent
+loads a tile, which left half of the bandwidth unused.
 x / |x| is formed in float32 and rounded to float16 with float16 directions; float32 directions keep
 float32 operands. Sums are float32. The same file holds the row norms, which are read once for all
 levels.
@@ -18,6 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 64
+TILES = 8
+"""Tiles of a program: it has a node of the deep levels (256 to 320 tokens) to itself."""
+
+STAGES = 3
+"""Ids two tiles ahead, rows one; more stages compile to the same loop."""
 
 
 @triton.jit
@@ -28,43 +36,47 @@ def inverse_norm(square):
     return tl.where(square < float("inf"), inverse, float("nan"))
 
 
-@triton.jit(do_not_specialize=["nodes", "slots", "tiles", "tokens"])
+@triton.jit(do_not_specialize=["nodes", "spans", "tokens"])
 def score_kernel(
     x_ptr, square_ptr, order_ptr, node_ptr, direction_ptr, offset_ptr, score_ptr,
-    nodes, slots, tiles, tokens, sor: tl.int64, sxr: tl.int64, sxt: tl.int64,
-    D: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, EUCLIDEAN: tl.constexpr,
+    nodes, spans, tokens, sor: tl.int64, sxr: tl.int64, sxt: tl.int64,
+    D: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    SPAN: tl.constexpr, STAGES: tl.constexpr, EUCLIDEAN: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
-    tile = (pid % tiles).to(tl.int32)
-    pair = pid // tiles
+    first = (pid % spans).to(tl.int32) * SPAN
+    pair = pid // spans
     tree = pair // nodes
     node = pair % nodes
     start = tl.load(node_ptr + node * 2)
     size = tl.load(node_ptr + node * 2 + 1)
-    if tile * TILE < size:
-        # Rows of this tile, wherever they lie, and the directions of the node's splits.
-        i = tile * TILE + tl.arange(0, TILE)
-        s = tl.arange(0, WIDTH)
-        offs_d = tl.arange(0, D)
+
+    # The directions of the node's splits. The unused last one is zero, and its score is written
+    # like the others: sectors stay whole.
+    s = tl.arange(0, WIDTH)
+    offs_d = tl.arange(0, D)
+    known = s < SLOTS - 1
+    columns = direction_ptr + pair * (SLOTS * D) + s[None, :] * D + offs_d[:, None]
+    direction = tl.load(columns, mask=known[None, :], other=0.0)
+    for base in tl.range(first, min(first + SPAN, size), TILE, num_stages=STAGES):
+        # Rows of this tile, wherever they lie.
+        i = base + tl.arange(0, TILE)
         live = i < size
         token = tl.load(order_ptr + tree * sor + start + i, mask=live, other=0).to(tl.int64)
         rows = x_ptr + tree * sxr + token[:, None] * sxt + offs_d[None, :]
         x = tl.load(rows, mask=live[:, None], other=0.0).to(tl.float32)
         square = tl.load(square_ptr + tree * tokens + token, mask=live, other=0.0)
-        known = s < slots - 1
-        columns = direction_ptr + pair * slots * D + s[None, :] * D + offs_d[:, None]
-        direction = tl.load(columns, mask=known[None, :], other=0.0)
 
         # A row without a finite norm scores NaN.
         if EUCLIDEAN:
             score = 2.0 * tl.dot(x, direction, input_precision="ieee")
-            score += tl.load(offset_ptr + pair * slots + s, mask=known, other=0.0)[None, :]
+            score += tl.load(offset_ptr + pair * SLOTS + s, mask=known, other=0.0)[None, :]
             score = tl.where((square < float("inf"))[:, None], score, float("nan"))
         else:
             unit = (x * inverse_norm(square)[:, None]).to(direction.dtype)
             score = tl.dot(unit, direction, input_precision="ieee")
-        target = score_ptr + (tree * tokens + token[:, None]) * slots + s[None, :]
-        tl.store(target, score, mask=live[:, None] & known[None, :])
+        target = score_ptr + (tree * tokens + token[:, None]) * SLOTS + s[None, :]
+        tl.store(target, score, mask=live[:, None] & (s < SLOTS)[None, :])
 
 
 def launch_tree_score(
@@ -74,17 +86,17 @@ def launch_tree_score(
     """Enqueue the scores of a group of nodes, written by token id.
 
     x: [R, T, D]. squares: float32 [R, T], squared norms. order: int32 [R, T]. nodes: int32 [N, 2],
-    the largest of them of `largest` tokens. directions: [R, N, S, D]. offsets: float32 [R, N, S] or
-    None for cosines. scores: float32 [R, T, S].
+    the largest of them of `largest` tokens. directions: [R, N, S, D], S a power of two. offsets:
+    float32 [R, N, S] or None for cosines. scores: float32 [R, T, S].
     """
     trees, tokens, dim = x.shape
     count, slots = directions.shape[1:3]
-    tiles = triton.cdiv(largest, ROWS)
-    score_kernel[(trees * count * tiles,)](
+    spans = triton.cdiv(largest, ROWS * TILES)
+    score_kernel[(trees * count * spans,)](
         x, squares, order, nodes, directions, squares if offsets is None else offsets, scores,
-        count, slots, tiles, tokens, order.stride(0), x.stride(0), x.stride(1),
-        D=dim, WIDTH=max(16, slots), TILE=ROWS, EUCLIDEAN=offsets is not None,
-        num_warps=4,
+        count, spans, tokens, order.stride(0), x.stride(0), x.stride(1),
+        D=dim, SLOTS=slots, WIDTH=max(16, slots), TILE=ROWS, SPAN=ROWS * TILES, STAGES=STAGES,
+        EUCLIDEAN=offsets is not None, num_warps=4,
     )
 
 

@@ -80,6 +80,37 @@ def test_errors_name_the_argument(x, order, error, message):
             function(x, order)
 
 
+@settings(max_examples=20, deadline=None)
+@given(cut=st.integers(0, 30), context=st.integers(0, 5), first=st.integers(0, 2))
+def test_parts_of_an_inverse_land_in_one_tensor(cut: int, context: int, first: int):
+    x, order = torch.randn(2, 30, 3, 8), permutations(2, 3, 30)
+    out = torch.full((2, 30 + context, 5, 8), torch.nan)
+    view = out[:, :30, first : first + 3]
+    for part in (slice(0, cut), slice(cut, 30)):
+        assert unpermute(x[:, part], order[..., part], out=view) is view
+    assert view.equal(unpermute(x, order))
+    view.fill_(torch.nan)
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (torch.zeros(2, 5, 3), "out: expected"),
+        (torch.zeros(2, 5, 3, 4).double(), "out: expected torch.float32"),
+        (torch.zeros(2, 5, 4, 4), "out: expected torch.float32"),
+        (torch.zeros(2, 5, 4, 3).mT, "last stride 1"),
+        (torch.zeros(2, 4, 3, 4), "as many rows of its own"),
+    ],
+)
+def test_what_cannot_take_the_rows(out: torch.Tensor, message: str):
+    x, order = torch.zeros(2, 5, 3, 4), permutations(2, 3, 5)
+    with pytest.raises(ValueError, match=message):
+        unpermute(x, order, out=out)
+    with pytest.raises(ValueError, match="permutation of all 5 rows"):
+        unpermute(x, order[..., :4], out=torch.zeros(2, 5, 3, 4))
+
+
 def test_torch_compile_keeps_one_graph():
     x, order = torch.randn(2, 37, 5, 16), permutations(2, 5, 30)
     compiled = torch.compile(
@@ -100,7 +131,7 @@ def test_equals_the_eager_copy_on_a_gpu(dtype: torch.dtype):
                 assert function(view, own).equal(function(view, own, impl="eager"))
     torch.library.opcheck(
         torch.ops.solspark.permute.default,
-        (fused[:, :, 1], order, False),
+        (fused[:, :, 1], order, torch.empty_like(fused[:, :, 1]), False),
         test_utils=("test_schema", "test_faketensor"),
     )
 

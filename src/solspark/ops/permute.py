@@ -34,10 +34,12 @@ def permute(x: Tensor, permutation: Tensor, *, impl: str | None = None) -> Tenso
 
     Source: spec/spark.md section 2, step 5.
     """
-    return _move(x, permutation, False, impl)
+    return _move(x, permutation, False, None, impl)
 
 
-def unpermute(x: Tensor, permutation: Tensor, *, impl: str | None = None) -> Tensor:
+def unpermute(
+    x: Tensor, permutation: Tensor, *, out: Tensor | None = None, impl: str | None = None
+) -> Tensor:
     """Undo `permute` with the same permutation: no inverse is needed.
 
         y[b, permutation[b, h, i], h] = x[b, i, h] for i < V,   y[b, i, h] = x[b, i, h] for i >= V
@@ -45,10 +47,13 @@ def unpermute(x: Tensor, permutation: Tensor, *, impl: str | None = None) -> Ten
     Args:
         x: [B, L, H, D], any dtype, any strides.
         permutation: as for `permute`. An entry that occurs twice would leave a row unwritten.
+        out: [B, L', H, D] in the type of x, last stride 1, apart from x: takes the rows, and keeps
+            what it has where none goes. Then V = L, and the permutation may be a part of one over
+            0..L'-1, so that several calls write one tensor.
         impl: "eager", "triton" or None for the best that can serve.
 
     Returns:
-        [B, L, H, D], contiguous; x is not changed.
+        `out`, or a contiguous [B, L, H, D]; x is not changed.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
@@ -58,10 +63,12 @@ def unpermute(x: Tensor, permutation: Tensor, *, impl: str | None = None) -> Ten
 
     Source: spec/spark.md section 2, step 5.
     """
-    return _move(x, permutation, True, impl)
+    return _move(x, permutation, True, out, impl)
 
 
-def _move(x: Tensor, permutation: Tensor, inverse: bool, impl: str | None) -> Tensor:
+def _move(
+    x: Tensor, permutation: Tensor, inverse: bool, out: Tensor | None, impl: str | None
+) -> Tensor:
     """Check, choose and run."""
     _checks.check_tensor("x", x, 4, "[B, L, H, D]")
     _checks.check_tensor("permutation", permutation, 3, "[B, H, V]")
@@ -74,44 +81,66 @@ def _move(x: Tensor, permutation: Tensor, inverse: bool, impl: str | None) -> Te
         )
     if permutation.device != x.device:
         raise ValueError(f"permutation: expected the device {x.device}, got {permutation.device}")
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    else:
+        _check_out(out, x, permutation)
     choice = _dispatch.pick("permute", _dispatch.describe(None, x), impl)
-    moved = choice.run(x, permutation, inverse)
+    choice.run(x, permutation, out, inverse)
     choice.record()
-    return moved
+    return out
 
 
-def _eager(x: Tensor, permutation: Tensor, inverse: bool) -> Tensor:
+def _check_out(out: Tensor, x: Tensor, permutation: Tensor) -> None:
+    """Raise unless `out` can take the rows of x, all of which are moved."""
+    batch, tokens, heads, dim = x.shape
+    _checks.check_tensor("out", out, 4, "[B, L', H, D]")
+    own = (out.dtype, out.device, out.shape[0], *out.shape[2:])
+    if own != (x.dtype, x.device, batch, heads, dim) or out.stride(-1) != 1:
+        raise ValueError(
+            f"out: expected {x.dtype} {[batch, 'L', heads, dim]} on {x.device}, last stride 1, "
+            f"got {out.dtype} {tuple(out.shape)} on {out.device}, strides {out.stride()}"
+        )
+    if permutation.shape[2] != tokens or out.shape[1] < tokens:
+        raise ValueError(
+            f"out: needs a permutation of all {tokens} rows of x and as many rows of its own, got "
+            f"{permutation.shape[2]} and {out.shape[1]}"
+        )
+
+
+def _eager(x: Tensor, permutation: Tensor, out: Tensor, inverse: bool) -> None:
     """Move head by head: an index of the size of x would cost four times its memory."""
-    moved = torch.empty_like(x, memory_format=torch.contiguous_format)
-    video = permutation.shape[2]
-    moved[:, video:] = x[:, video:]
+    video, tokens = permutation.shape[2], x.shape[1]
+    out[:, video:tokens] = x[:, video:]
     for b in range(x.shape[0]):
         for h in range(x.shape[2]):
             order = permutation[b, h].long()
             if inverse:
-                moved[b, :, h].index_copy_(0, order, x[b, :video, h])
+                out[b, :, h].index_copy_(0, order, x[b, :video, h])
             else:
-                moved[b, :video, h] = x[b, :, h].index_select(0, order)
-    return moved
+                out[b, :video, h] = x[b, :, h].index_select(0, order)
 
 
-def _run_triton(x: Tensor, permutation: Tensor, inverse: bool) -> Tensor:
-    """Enter through the custom op, so that torch.compile keeps one node."""
-    return _launch(x, permutation, inverse)
+def _run_triton(x: Tensor, permutation: Tensor, out: Tensor, inverse: bool) -> None:
+    """Launch; inside a compiled graph through the operator."""
+    _triton.entry(_operator, _launch)(x, permutation, out, inverse)
 
 
-@torch.library.custom_op("solspark::permute", mutates_args=())
-def _launch(x: Tensor, permutation: Tensor, inverse: bool) -> Tensor:
+def _launch(x: Tensor, permutation: Tensor, out: Tensor, inverse: bool) -> None:
     """Launch the Triton kernel."""
     from solspark.kernels.permute import launch_permute
 
     last = _checks.last_dim_contiguous
-    return launch_permute(last(x), last(permutation), inverse)
+    with torch.cuda.device_of(x):
+        launch_permute(last(x), last(permutation), out, inverse)
 
 
-@_launch.register_fake
-def _(x, permutation, inverse):
-    return x.new_empty(x.shape)
+_operator = torch.library.custom_op("solspark::permute", _launch, mutates_args=("out",))
+
+
+@_operator.register_fake
+def _(x, permutation, out, inverse):
+    return None
 
 
 def _triton_reasons(call: AttentionCall) -> list[str]:

@@ -83,6 +83,19 @@ def _clip_options(
         ),
     ] = "tiny",
     prompt: Annotated[str, typer.Option(help="What to show.")] = DEFAULT_PROMPT,
+    first_frame: Annotated[
+        str | None, typer.Option(help="Image that the clip starts from (fl2va).")
+    ] = None,
+    last_frame: Annotated[
+        str | None, typer.Option(help="Image that the clip ends on (fl2va).")
+    ] = None,
+    reference: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Image, video or audio to condition on (ref2va); may be repeated, order counts.",
+        ),
+    ] = None,
     height: Annotated[int | None, typer.Option(help="Pixels, a multiple of 32.")] = None,
     width: Annotated[int | None, typer.Option(help="Pixels, a multiple of 32.")] = None,
     frames: Annotated[
@@ -99,7 +112,9 @@ def _clip_options(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
 ) -> dict[str, Any]:
     """Return the options of every command that runs a pipeline, under `GenerateOptions`' names."""
-    return dict(locals())
+    named = dict(locals())
+    named["references"] = tuple(named.pop("reference") or ())
+    return named
 
 
 def _runs_a_pipeline(command: Callable[..., None]) -> Callable[..., None]:
@@ -109,7 +124,7 @@ def _runs_a_pipeline(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**given: Any) -> None:
-        clip = {name: given.pop(name) for name in shared}
+        clip = _clip_options(**{name: given.pop(name) for name in shared})
         command(clip=clip, **given)
 
     parameters = [*own.parameters.values()]

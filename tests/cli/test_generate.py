@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import wave
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 pytest.importorskip("diffusers", reason="the diffusers extra is not installed")
 pytest.importorskip("typer", reason="the cli extra is not installed")
 
+import numpy as np
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -92,11 +94,35 @@ def test_the_report_compares_with_dense(compared):
     assert found["denoise_speedup"] > 0
 
 
+@pytest.fixture(scope="module")
+def media(tmp_path_factory) -> dict[str, str]:
+    """A picture of one colour, another, and half a second of a tone."""
+    folder = tmp_path_factory.mktemp("media")
+    for name in ("red", "blue"):
+        Image.new("RGB", (80, 64), name).save(folder / f"{name}.png")
+    with wave.open(str(folder / "tone.wav"), "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(16_000)
+        sound.writeframes((8192 * np.sin(np.arange(8000) / 8)).astype("<i2").tobytes())
+    return {path.stem: str(path) for path in folder.iterdir()}
+
+
 @pytest.mark.parametrize(
-    "extra", [{"topk_ratio": 1.0}, {"tau": -1e9}], ids=["every block", "no threshold"]
+    ("method", "extra", "given"),
+    [
+        ("sol", {"topk_ratio": 1.0}, {}),
+        ("spark", {"topk_ratio": 1.0}, {}),
+        ("sol", {"tau": -1e9}, {}),
+        ("spark", {"tau": -1e9}, {"first_frame": "red", "last_frame": "blue"}),
+        ("spark", {"topk_ratio": 1.0}, {"references": ("red", "tone")}),
+    ],
+    ids=["sol budget", "spark budget", "sol threshold", "keyframes", "references"],
 )
-@pytest.mark.parametrize("method", ["sol", "spark"])
-def test_everything_exact_is_dense_to_rounding(method, extra, tmp_path):
+def test_everything_exact_is_dense_to_rounding(method, extra, given, media, tmp_path):
+    for name, value in given.items():
+        files = [media[value]] if isinstance(value, str) else tuple(media[word] for word in value)
+        extra = {**extra, name: files[0] if isinstance(value, str) else files}
     options = GenerateOptions(
         method=method, compare="dense", steps=2, warmup_steps=0, out=str(tmp_path), **extra
     )
@@ -121,6 +147,61 @@ def test_an_interrupt_in_a_step_leaves_the_folder_as_it_was(tmp_path):
     assert seen == [("spark", 1, 3), ("spark", 2, 3)]
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
     assert (tmp_path / "report.json").read_text() == "earlier"
+
+
+def generated(line: str, out: Path) -> dict:
+    words = ["generate", *line.split(), "--steps", "2", "--out", str(out)]
+    result = CliRunner().invoke(cli.app, words)
+    assert result.exit_code == 0, result.output
+    return json.loads((out / "report.json").read_text())
+
+
+def test_keyframes_make_a_request_of_first_and_last_frame(media, tmp_path):
+    report = generated(f"--first-frame {media['red']} --last-frame {media['blue']}", tmp_path)
+    assert (report["model"]["workflow"], report["model"]["component"]) == ("fl2va", "transformer")
+    assert report["options"]["first_frame"] == media["red"]
+    summary = report["runs"]["spark"]["summary"]
+    # Each is one latent frame of 3 x 5 rows; the video itself stays what is sparse.
+    assert summary["condition_video_tokens"] == 30 and summary["target_video_tokens"] == 555
+    assert report["runs"]["spark"]["sparse_calls"] > 0
+    one = generated(f"--last-frame {media['blue']}", tmp_path)
+    assert one["runs"]["spark"]["summary"]["condition_video_tokens"] == 15
+    assert one["runs"]["spark"]["tokens"] < report["runs"]["spark"]["tokens"]
+
+
+def test_references_make_a_request_to_the_other_transformer(media, tmp_path):
+    line = f"--method sol --reference {media['red']} --reference {media['tone']}"
+    report = generated(line, tmp_path)
+    assert report["model"]["workflow"] == "ref2va"
+    assert report["model"]["component"] == "transformer_ref"
+    assert report["options"]["references"] == [media["red"], media["tone"]]
+    summary = report["runs"]["sol"]["summary"]
+    assert summary["condition_video_tokens"] == 4 and summary["target_video_tokens"] == 555
+    # Text with a label and four rows of vision, the picture, half a second of sound on two channels
+    # at a hop of 80 samples, the clip's own sound, the video.
+    words = len(generation.DEFAULT_PROMPT.split()) + 1 + 5
+    assert report["runs"]["sol"]["tokens"] == words + 4 + 2 * 200 + 2 * 207 + 555
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--first-frame nowhere.png", "first_frame: expected a file, got 'nowhere.png'"),
+        ("--last-frame {tone}", "last_frame: expected an image, got "),
+        ("--reference {tone}", "reference: expected an image or a video beside audio"),
+        ("--reference notes.txt", "reference: expected an image, a video or audio, told by"),
+        ("--first-frame {red} --reference {red}", "first_frame: expected None together with ref"),
+    ],
+)
+def test_media_that_cannot_be_used_are_refused_before_a_model_loads(
+    line, message, media, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(generation, "open_pipeline", None)
+    words = ["generate", *line.format(**media).split(), "--out", str(tmp_path)]
+    result = CliRunner().invoke(cli.app, words)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"solspark generate: {message}"), result.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")

@@ -184,16 +184,47 @@ def test_nothing_but_the_blocks_attention_is_touched(pipe: Any) -> None:
 
 
 def test_keyframes() -> None:
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     pipe, _ = build_tiny_h3_pipeline(workflow="fl2va")
-    keyframes = [
-        torch.randn(1, 4, 1, 4, 6, generator=torch.Generator().manual_seed(i)) for i in (0, 1)
-    ]
-    inputs = {"keyframe_anchors": ("first", "last"), "condition_latents": keyframes}
-    with install_h3_sol_attn(pipe, num_denoise_steps=2) as plugin:
-        clip = generate_clip(pipe, PROMPT, **CALL, **inputs)
-        summary = plugin.summary()
-    assert clip.latents.isfinite().all()
-    assert summary["condition_video_tokens"] == 12 and summary["target_video_tokens"] == 222
+    grey, red = image.new("RGB", (50, 50), "grey"), image.new("RGB", (96, 64), "red")
+    clips = []
+    for pictures in ({"image": grey}, {"image": red}, {"image": grey, "last_image": red}):
+        with install_h3_sol_attn(pipe, num_denoise_steps=2) as plugin:
+            clips.append(generate_clip(pipe, PROMPT, **CALL, **pictures))
+            summary = plugin.summary()
+        # A keyframe is one latent frame of 2 x 3 rows.
+        assert summary["condition_video_tokens"] == 6 * len(pictures)
+        assert summary["target_video_tokens"] == 222
+    for one, other in ((0, 1), (0, 2)):
+        assert not torch.allclose(clips[one].latents, clips[other].latents)
+
+
+def test_references(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    from diffusers.modular_pipelines import minimax_h3
+
+    pipe, _ = build_tiny_h3_pipeline(workflow="ref2va")
+    assert loaded_transformer(pipe) == ("transformer_ref", pipe.transformer_ref)
+    picture = minimax_h3.MiniMaxH3ImageReference(image.new("RGB", (50, 50), "red"))
+    sound = minimax_h3.MiniMaxH3AudioReference(torch.zeros(1, 8000), 32_000)
+    clips = []
+    for references in ([picture], [picture, sound]):
+        with install_h3_sol_attn(pipe, num_denoise_steps=2) as plugin:
+            clips.append(generate_clip(pipe, PROMPT, **CALL, references=references))
+            summary = plugin.summary()
+        # 64 x 64 pixels are 2 x 2 rows.
+        assert (summary["condition_video_tokens"], summary["target_video_tokens"]) == (4, 222)
+    assert not torch.allclose(clips[0].latents, clips[1].latents)
+    pipe.save_pretrained(str(tmp_path), overwrite_modular_index=True)
+    loaded = load_h3_pipeline(tmp_path, torch.float32, workflow="ref2va")
+    assert loaded_transformer(loaded) == ("transformer_ref", loaded.transformer_ref)
+
+
+def test_pictures_in_the_prompt_are_tagged_as_video() -> None:
+    embeds, tags = embed_prompt("two words", 32, pictures=2)
+    assert tags.tolist() == [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 1, 1]
+    assert embeds.shape == (1, 13, 32)
+    assert torch.equal(embeds[:, 10:], embed_prompt("two words", 32)[0])
 
 
 def test_save_and_load(
@@ -219,8 +250,8 @@ def test_stand_in_prompts_are_announced(pipe: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_unknown_workflows() -> None:
-    with pytest.raises(ValueError, match="workflow: expected t2va or fl2va, got 'ref2va'"):
-        build_tiny_h3_pipeline(workflow="ref2va")
+    with pytest.raises(ValueError, match="workflow: expected t2va, fl2va or ref2va, got 'i2v'"):
+        build_tiny_h3_pipeline(workflow="i2v")
     with pytest.raises(ValueError, match="workflow: expected"):
         load_h3_pipeline("nowhere", workflow="t2v")
 

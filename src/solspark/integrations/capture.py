@@ -33,6 +33,7 @@ from .h3_layout import (
     structure_key,
     video_timestep,
 )
+from .h3_media import open_media
 from .h3_pipeline import generate_clip, loaded_transformer
 from .h3_processor import H3SparseAttentionProcessor, WrappingProcessor, project_qkv
 from .install import ProcessorSwap
@@ -314,11 +315,18 @@ def capture(
     _check_numbers("evaluations", evaluations, run.steps)
     save_file = _require_safetensors()
     with OutputFolder(run.out) as folder:
+        media = open_media(run.first_frame, run.last_frame, run.references)
         pipe, call, _, _ = open_pipeline(run)
         component, transformer = loaded_transformer(pipe)
         count, steps = len(transformer.transformer_blocks), call["steps"]  # type: ignore[arg-type]
         _check_numbers("evaluations", evaluations, steps)
-        source = {"model": run.model, "component": component, **call, **_versions()}
+        source = {
+            "model": run.model,
+            "workflow": run.workflow,
+            "component": component,
+            **call,
+            **_versions(),
+        }
 
         def save(item: CapturedCall) -> None:
             name = f"layer{item.layer:02d}-evaluation{item.evaluation:02d}"
@@ -339,7 +347,7 @@ def capture(
                     raise _Complete
 
             with suppress(_Complete):
-                generate_clip(pipe, **call, on_step=on_step)
+                generate_clip(pipe, **call, **media, on_step=on_step)
         if not watch.complete:
             evaluation, layer = min(watch.missing)
             raise ValueError(

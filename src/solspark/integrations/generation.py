@@ -25,6 +25,7 @@ from torch import nn
 from ..diagnose import environment
 from . import clip as clips
 from .h3_config import sol_config, spark_config
+from .h3_media import open_media, workflow_of
 from .h3_pipeline import GeneratedClip, generate_clip, load_h3_pipeline, loaded_transformer
 from .minimax_h3 import install_h3_sparse_attention
 from .tiny_h3 import TINY_INSTALL, build_tiny_h3_pipeline
@@ -45,7 +46,11 @@ class GenerateOptions:
         method: "dense", "sol" or "spark".
         compare: "dense" runs the dense pipeline too and compares; None does not.
         prompt: what to show.
-        height, width: pixels, multiples of 32; None for the model's own canvas.
+        first_frame, last_frame: image files that the clip starts from and ends on (fl2va), or None.
+        references: files of images, videos and audio to condition on (ref2va), in the order in
+            which the model reads them.
+        height, width: pixels, multiples of 32; None for the model's own canvas, which has the shape
+            of the first keyframe if there is one.
         frames: frames at 24 a second; None for `seconds`, or the model's shortest clip.
         seconds: length in place of `frames`.
         steps: transformer evaluations; None for 5 (tiny) or 19.
@@ -72,6 +77,9 @@ class GenerateOptions:
     method: str = "spark"
     compare: str | None = None
     prompt: str = DEFAULT_PROMPT
+    first_frame: str | None = None
+    last_frame: str | None = None
+    references: tuple[str, ...] = ()
     height: int | None = None
     width: int | None = None
     frames: int | None = None
@@ -94,6 +102,7 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         _check_choice("method", self.method, METHODS)
+        workflow_of(self.first_frame, self.last_frame, self.references)
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         if self.compare is not None:
             _check_choice("compare", self.compare, ("dense",))
@@ -119,6 +128,11 @@ class GenerateOptions:
             given = sorted(self.method_options())
             if given:
                 raise ValueError(f"{given[0]}: expected no sparse option with method 'dense'")
+
+    @property
+    def workflow(self) -> str:
+        """The workflow of the model that the media ask for: "t2va", "fl2va" or "ref2va"."""
+        return workflow_of(self.first_frame, self.last_frame, self.references)
 
     def method_options(self) -> dict[str, Any]:
         """Return the options of the sparse method that were given, under their names here."""
@@ -157,24 +171,26 @@ def generate(
 
     Raises:
         ValueError: an option that does not fit the model or the method.
-        MissingDependencyError: diffusers, or what writes clips, is missing.
+        FileNotFoundError: a keyframe or reference is missing.
+        MissingDependencyError: diffusers, or what reads and writes clips, is missing.
     """
     arm = _sparse_arm(options) if options.method != "dense" else Arm("dense", None)
     arms = [Arm("dense", None), arm] if options.compare else [arm]
     clips.require_writers()
     with clips.OutputFolder(options.out) as folder:
+        media = open_media(options.first_frame, options.last_frame, options.references)
         pipe, call, device, dtype = open_pipeline(options)
         runs: dict[str, dict[str, Any]] = {}
         made: dict[str, GeneratedClip] = {}
         for each in arms:
-            made[each.label], runs[each.label] = _run(pipe, each, call, progress)
+            made[each.label], runs[each.label] = _run(pipe, each, call, media, progress)
         report = {
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "options": {**asdict(options), "extra": dict(options.extra)},
             "environment": environment(),
             "device": str(device),
             "dtype": str(dtype).removeprefix("torch."),
-            "model": _describe_model(pipe, made[arm.label], options.model),
+            "model": _describe_model(pipe, made[arm.label], options),
             "call": {name: value for name, value in call.items() if name != "prompt"},
             "runs": runs,
         }
@@ -207,9 +223,9 @@ def open_pipeline(
     if options.dtype != "auto":
         dtype = DTYPES[options.dtype]
     if tiny:
-        pipe, call = build_tiny_h3_pipeline(dtype=dtype, device=device)
+        pipe, call = build_tiny_h3_pipeline(workflow=options.workflow, dtype=dtype, device=device)
     else:
-        pipe = load_h3_pipeline(options.model, dtype, device)
+        pipe = load_h3_pipeline(options.model, dtype, device, workflow=options.workflow)
     call["prompt"], call["seed"] = options.prompt, options.seed
     if options.seconds is not None:
         call["num_frames"] = math.ceil(options.seconds * FPS)
@@ -262,7 +278,11 @@ def _sparse_arm(options: GenerateOptions) -> Arm:
 
 
 def _run(
-    pipe: Any, arm: Arm, call: dict[str, Any], progress: Progress | None
+    pipe: Any,
+    arm: Arm,
+    call: dict[str, Any],
+    media: dict[str, Any],
+    progress: Progress | None,
 ) -> tuple[GeneratedClip, dict[str, Any]]:
     """Generate with one method and measure it."""
     _, transformer = loaded_transformer(pipe)
@@ -274,7 +294,7 @@ def _run(
 
     started = time.perf_counter()
     with installed as plugin, AttentionWatch(transformer) as watch:
-        made = generate_clip(pipe, **call, on_step=on_step)
+        made = generate_clip(pipe, **call, **media, on_step=on_step)
         summary, records = (None, None) if plugin is None else (plugin.summary(), plugin.records())
     run = {
         "seconds": time.perf_counter() - started,
@@ -398,12 +418,13 @@ class _Clock:
         return (stop - start) * 1e3
 
 
-def _describe_model(pipe: Any, made: GeneratedClip, name: str) -> dict[str, Any]:
+def _describe_model(pipe: Any, made: GeneratedClip, options: GenerateOptions) -> dict[str, Any]:
     """Return the shapes that a reader needs to judge the figures."""
     component, transformer = loaded_transformer(pipe)
     config: Any = transformer.config
     return {
-        "name": name,
+        "name": options.model,
+        "workflow": options.workflow,
         "component": component,
         "layers": len(transformer.transformer_blocks),  # type: ignore[arg-type]
         "heads": config.num_attention_heads,

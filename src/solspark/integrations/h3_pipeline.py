@@ -65,6 +65,12 @@ def require_modular_pipeline() -> Any:
     return minimax_h3
 
 
+def check_workflow(workflow: str) -> None:
+    """Refuse what is no workflow of H3."""
+    if workflow not in ("t2va", "fl2va", "ref2va"):
+        raise ValueError(f"workflow: expected t2va, fl2va or ref2va, got {workflow!r}")
+
+
 def load_h3_pipeline(
     name: str | os.PathLike[str],
     dtype: torch.dtype = torch.bfloat16,
@@ -89,8 +95,7 @@ def load_h3_pipeline(
 
     Source: spec/h3.md section 1.
     """
-    if workflow not in ("t2va", "fl2va", "ref2va"):
-        raise ValueError(f"workflow: expected t2va, fl2va or ref2va, got {workflow!r}")
+    check_workflow(workflow)
     require_modular_pipeline()
     from diffusers import MiniMaxH3ModularPipeline
 
@@ -154,7 +159,8 @@ def generate_clip(
         steps: transformer evaluations; the scheduler's grid has one point more.
         seed: of the noise, drawn on the CPU so that every device starts from the same.
         on_step: called as on_step(done, steps) after each evaluation; what it raises ends the run.
-        **pipeline_inputs: passed on, such as `image=` or `references=`.
+        **pipeline_inputs: passed on, such as `image=`, `last_image=` or `references=`; `h3_media`
+            makes them of files.
 
     Returns:
         The clip with its final latents.
@@ -181,7 +187,10 @@ def generate_clip(
                 RuntimeWarning,
                 stacklevel=2,
             )
-        embeds, tags = embed_prompt(prompt, int(transformer.config.text_dim))  # type: ignore[attr-defined]
+        pictures = sum(inputs.get(name) is not None for name in ("image", "last_image"))
+        pictures += sum(item.kind != "audio" for item in inputs.get("references") or ())
+        channels = int(transformer.config.text_dim)  # type: ignore[attr-defined]
+        embeds, tags = embed_prompt(prompt, channels, pictures)
         parameter = next(transformer.parameters())
         device = getattr(pipe, "_execution_device", parameter.device)
         inputs["prompt_embeds"] = embeds.to(device, _text_dtype(transformer))

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .h3_layout import TEXT_TAG, VIDEO_TAG
 from .h3_pipeline import (
     GeneratedClip,
+    check_workflow,
     generate_clip,
     load_h3_pipeline,
     require_diffusers,
@@ -37,6 +39,12 @@ TINY_CALL: dict[str, Any] = {
     "seed": 0,
 }
 """A t2va call of a few seconds: grid 37 x 3 x 5, 555 video tokens of 973 or so."""
+
+TINY_CANVAS: dict[str, int] = {"canvas_short_edge": 96, "canvas_max_pixels": 96 * 160}
+"""Where the tiny pipeline puts keyframes and references; an image reference has its own edge."""
+
+VISION_ROWS = 4
+"""Rows of stand-in text that each picture or video adds, tagged as video as the real ones are."""
 
 TINY_INSTALL: dict[str, Any] = {"min_tokens": 0}
 """What an installer needs here: the tiny sequences are below Spark's default `min_tokens`."""
@@ -108,7 +116,7 @@ def build_tiny_h3_pipeline(
 
     Args:
         seed: of all weights.
-        workflow: "t2va" or "fl2va".
+        workflow: "t2va", "fl2va" or "ref2va"; the last has a `transformer_ref`.
         layers, heads: of the transformer.
         dtype: of the transformer's block stack.
         device: where it goes.
@@ -118,12 +126,11 @@ def build_tiny_h3_pipeline(
 
     Raises:
         MissingDependencyError: diffusers or transformers is missing.
-        ValueError: the workflow cannot be built without its encoders.
+        ValueError: the workflow is unknown.
 
     Source: spec/h3.md section 12.
     """
-    if workflow not in ("t2va", "fl2va"):
-        raise ValueError(f"workflow: expected t2va or fl2va, got {workflow!r}")
+    check_workflow(workflow)
     require_modular_pipeline()
     from diffusers import (
         AutoencoderKLMiniMaxH3,
@@ -133,8 +140,7 @@ def build_tiny_h3_pipeline(
     )
 
     blocks = MiniMaxH3Blocks().get_workflow(workflow)
-    for name in ("text_encoder", "before_encode", "vae_encoder"):
-        blocks.sub_blocks.pop(name, None)
+    blocks.sub_blocks.pop("text_encoder")
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # diffusers' audio autoencoder builds on torch's old weight_norm; not the caller's business.
         warnings.simplefilter("ignore", FutureWarning)
@@ -155,23 +161,30 @@ def build_tiny_h3_pipeline(
         )
         audio_vae: Any = AutoencoderKLMiniMaxH3Audio(
             encoder_dim=8,
-            encoder_rates=(2, 2),
+            # A hop of 80 samples, a tenth of the real one: decoding costs little, and a second of
+            # reference sound is some hundred rows.
+            encoder_rates=(8, 10),
             latent_dim=16,
             latent_channels=8,
             num_attention_heads=2,
             decoder_dim=16,
-            decoder_rates=(2, 2),
-            decoder_kernel_sizes=(4, 4),
+            decoder_rates=(8, 10),
+            decoder_kernel_sizes=(16, 20),
             resblock_kernel_sizes=(3,),
             resblock_dilation_sizes=((1,),),
             latents_mean=[0.0] * 8,
             latents_std=[1.0] * 8,
         )
     pipe = blocks.init_pipeline()
+    transformer = build_tiny_h3_transformer(
+        seed, layers=layers, heads=heads, dtype=dtype, device=device
+    )
+    sizes = dict(TINY_CANVAS)
+    if workflow == "ref2va":
+        sizes["reference_image_short_edge"] = 64
     pipe.update_components(
-        transformer=build_tiny_h3_transformer(
-            seed, layers=layers, heads=heads, dtype=dtype, device=device
-        ),
+        **{"transformer_ref" if workflow == "ref2va" else "transformer": transformer},
+        **sizes,
         vae=vae.to(device).eval(),
         audio_vae=audio_vae.to(device).eval(),
         scheduler=MiniMaxH3Scheduler(shift=12.0),
@@ -185,22 +198,30 @@ def is_tiny(transformer: Any) -> bool:
     return (transformer.config.text_dim, transformer.config.hidden_size) == TINY_WIDTHS
 
 
-def embed_prompt(prompt: str, text_dim: int) -> tuple[Tensor, Tensor]:
+def embed_prompt(prompt: str, text_dim: int, pictures: int = 0) -> tuple[Tensor, Tensor]:
     """Turn a prompt into stand-in text embeddings: one standard normal row a word.
 
     Args:
         prompt: words; a word seeds its row, so that similar prompts condition alike.
         text_dim: channels of a row.
+        pictures: keyframes or references that the model sees. Each adds a label and `VISION_ROWS`
+            rows before the prompt, as H3's text encoder does.
 
     Returns:
-        (embeddings float32 [1, n, text_dim], token tags int64 [n], all 1), n = words + 1.
+        (embeddings float32 [1, n, text_dim], token tags int64 [n]), n = words + 1 without pictures;
+        tags are 0 (video) in the rows of pictures and 1 (text) elsewhere.
     """
+    words, tags = [], []
+    for picture in range(1, pictures + 1):
+        words += [f"<picture {picture}>", *(f"<{picture}.{row}>" for row in range(VISION_ROWS))]
+        tags += [TEXT_TAG] + [VIDEO_TAG] * VISION_ROWS
+    written = ["<clip>", *prompt.lower().split()]
     rows = []
-    for word in ["<clip>", *prompt.lower().split()]:
+    for word in words + written:
         digest = hashlib.sha256(word.encode()).digest()
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:7], "big"))
         rows.append(torch.randn(text_dim, generator=generator))
-    return torch.stack(rows)[None], torch.ones(len(rows), dtype=torch.long)
+    return torch.stack(rows)[None], torch.tensor(tags + [TEXT_TAG] * len(written))
 
 
 def _cast(transformer: Any, dtype: torch.dtype) -> None:

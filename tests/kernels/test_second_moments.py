@@ -37,7 +37,9 @@ def test_moments(dtype: torch.dtype, estimator: str):
     if estimator != "full":
         ids = reference.sample_tokens(GRID, estimator)[0].int()
     count = GRID.tokens if ids is None else len(ids)
-    moments = kernels.launch_second_moments(x, ids, count, 1e-3)
+    other = rows(dtype, 1).transpose(1, 2).contiguous().transpose(1, 2)
+    moments, second = kernels.launch_second_moments([x, other], ids, count, 1e-3)
+    assert second.equal(kernels.launch_second_moments([other], ids, count, 1e-3)[0])
     oracle = reference.second_moments(x.double(), grid=GRID, estimator=estimator)
     # The same sum in float32, in another order.
     peer = reference.second_moments(x, grid=GRID, estimator=estimator)
@@ -51,8 +53,8 @@ def test_strided_rows_change_nothing():
     fused = rows(torch.float16, dim=96)
     view = fused[..., 32:64]
     ids = reference.sample_tokens(GRID, "hilbert_midpoint")[0].int()
-    one = kernels.launch_second_moments(view, ids, len(ids), 1e-3)
-    assert one.equal(kernels.launch_second_moments(view.contiguous(), ids, len(ids), 1e-3))
+    one = kernels.launch_second_moments([view], ids, len(ids), 1e-3)
+    assert one.equal(kernels.launch_second_moments([view.contiguous()], ids, len(ids), 1e-3))
 
 
 @pytest.mark.interpreted

@@ -11,6 +11,8 @@ every row is read once and written once, and its squared norm comes along for th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -71,22 +73,25 @@ def finish_moments_kernel(
 
 
 def launch_second_moments(
-    x: Tensor, ids: Tensor | None, count: int, ridge: float
+    tensors: Sequence[Tensor], ids: Tensor | None, count: int, ridge: float
 ) -> Tensor:
-    """Enqueue the second moments of sampled rows; return float32 [B, H, D, D].
+    """Enqueue the second moments of sampled rows; return float32 [S, B, H, D, D] of S tensors.
 
-    x: [B, V, H, D], last stride 1. ids: int32 [count] token ids, or None for the first `count`.
+    tensors: each [B, V, H, D], last stride 1. ids: int32 [count] token ids, or None for the first
+    `count`.
     """
-    batch, _, heads, dim = x.shape
+    batch, _, heads, dim = tensors[0].shape
+    device = tensors[0].device
     chunks = triton.cdiv(count, CHUNK)
-    partial = torch.empty(batch * heads, chunks, dim, dim, device=x.device)
-    moments = torch.empty(batch, heads, dim, dim, device=x.device)
-    moments_kernel[(batch * heads, chunks)](
-        x, x if ids is None else ids, partial, heads, count, chunks,
-        x.stride(0), x.stride(1), x.stride(2),
-        D=dim, SAMPLES=CHUNK, TILE=ROWS, LISTED=ids is not None, num_warps=8,
-    )
-    finish_moments_kernel[(batch * heads, dim // 16)](
+    partial = torch.empty(len(tensors), batch * heads, chunks, dim, dim, device=device)
+    moments = torch.empty(len(tensors), batch, heads, dim, dim, device=device)
+    for x, own in zip(tensors, partial, strict=True):
+        moments_kernel[(batch * heads, chunks)](
+            x, x if ids is None else ids, own, heads, count, chunks,
+            x.stride(0), x.stride(1), x.stride(2),
+            D=dim, SAMPLES=CHUNK, TILE=ROWS, LISTED=ids is not None, num_warps=8,
+        )
+    finish_moments_kernel[(len(tensors) * batch * heads, dim // 16)](
         partial, moments, count, chunks, ridge, D=dim, TILE=16, num_warps=4
     )
     return moments

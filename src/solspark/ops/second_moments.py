@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -74,8 +75,22 @@ def second_moments(
     ridge = _checks.check_float("ridge", ridge)
     if ridge < 0:
         raise ValueError(f"ridge: expected a number >= 0, got {ridge}")
-    choice = _choose(_dispatch.describe(None, x), mode, estimator, impl)
-    moments = _moments(x.detach(), list(grid.as_tuple()), mode, estimator, ridge, choice.name)
+    return _moments_of([x], grid, mode, estimator, ridge, impl)[0]
+
+
+def _moments_of(
+    tensors: Sequence[Tensor],
+    grid: TokenGrid,
+    mode: str,
+    estimator: str,
+    ridge: float,
+    impl: str | None,
+) -> Tensor:
+    """Return the moments [S, B, H, D, D] of S tensors alike, after the checks."""
+    choice = _choose(_dispatch.describe(None, tensors[0]), mode, estimator, impl)
+    rows = [x.detach() for x in tensors]
+    run = _triton.entry(_moments_operator, _moments)
+    moments = run(rows, list(grid.as_tuple()), mode, estimator, ridge, choice.name)
     choice.record()
     return moments
 
@@ -244,17 +259,20 @@ def reblock_features(
         )
     if squares is not None and tuple(squares.shape) != shape[:-1]:
         raise ValueError(f"squares: expected {shape[:-1]}, got {tuple(squares.shape)}")
+    transformed = [side for side in sides if m2_side in ("both", side)]
+    if transformed:
+        # Both moments and both factors at once: a side alone leaves half of the device idle.
+        others = [rows[side][1] for side in transformed]
+        moments = _moments_of(others, grid, mode, estimator, ridge, impl)
+        factors = metric_factor(moments.flatten(0, 1), kind=factor).view(moments.shape)
+        roots = dict(zip(transformed, factors, strict=True))
     built: dict[str, Tensor] = {}
     for index, side in enumerate(sides):
-        own, other = rows[side]
+        own = rows[side][0]
         built[side] = out[index]
-        if m2_side in ("both", side):
-            moments = second_moments(
-                other, grid=grid, mode=mode, estimator=estimator, ridge=ridge, impl=impl
-            )
+        if side in transformed:
             square = None if squares is None else squares[index]
-            root = metric_factor(moments, kind=factor)
-            features(own, root, out=out[index], squares=square, impl=impl)
+            features(own, roots[side], out=out[index], squares=square, impl=impl)
         else:
             out[index].copy_(own.detach().transpose(1, 2))
             if squares is not None:
@@ -362,20 +380,32 @@ def _choose(call: AttentionCall, mode: str, estimator: str, impl: str | None) ->
     return chosen
 
 
-@torch.library.custom_op("solspark::second_moments", mutates_args=())
 def _moments(
-    x: Tensor, grid: list[int], mode: str, estimator: str, ridge: float, implementation: str
+    tensors: list[Tensor],
+    grid: list[int],
+    mode: str,
+    estimator: str,
+    ridge: float,
+    implementation: str,
 ) -> Tensor:
     """Run the chosen implementation: one node for torch.compile."""
-    run = _triton_moments if implementation == "triton" else _eager_moments
-    return run(x, TokenGrid(*grid), mode, estimator, ridge)
+    own = TokenGrid(*grid)
+    if implementation == "triton":
+        return _triton_moments(tensors, own, estimator, ridge)
+    return torch.stack([_eager_moments(x, own, mode, estimator, ridge) for x in tensors])
 
 
-@_moments.register_fake
-def _(x, grid, mode, estimator, ridge, implementation):
+_moments_operator = torch.library.custom_op(
+    "solspark::second_moments", _moments, mutates_args=()
+)
+
+
+@_moments_operator.register_fake
+def _(tensors, grid, mode, estimator, ridge, implementation):
+    x = tensors[0]
     batch, _, heads, dim = x.shape
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty((batch, heads, dim, dim), dtype=dtype)
+    return x.new_empty((len(tensors), batch, heads, dim, dim), dtype=dtype)
 
 
 @functools.lru_cache(maxsize=64)
@@ -384,32 +414,42 @@ def _sample_ids(grid: TokenGrid, estimator: str, device: torch.device) -> Tensor
     return sample_tokens(grid, estimator)[0].to(device=device, dtype=torch.int32)
 
 
-def _triton_moments(x: Tensor, grid: TokenGrid, mode: str, estimator: str, ridge: float) -> Tensor:
+def _triton_moments(
+    tensors: Sequence[Tensor], grid: TokenGrid, estimator: str, ridge: float
+) -> Tensor:
     """Launch the kernels."""
     from solspark.kernels.second_moments import launch_second_moments
 
-    x = _checks.last_dim_contiguous(x)
-    if estimator == "full":
-        return launch_second_moments(x, None, grid.tokens, ridge)
-    ids = _sample_ids(grid, estimator, x.device)
-    return launch_second_moments(x, ids, ids.shape[0], ridge)
+    rows = [_checks.last_dim_contiguous(x) for x in tensors]
+    ids, count = None, grid.tokens
+    if estimator != "full":
+        ids = _sample_ids(grid, estimator, rows[0].device)
+        count = ids.shape[0]
+    with torch.cuda.device_of(rows[0]):
+        return launch_second_moments(rows, ids, count, ridge)
 
 
 def _triton_features(x: Tensor, factor: Tensor, out: Tensor, squares: Tensor | None) -> None:
-    """Enter through the custom op, so that torch.compile keeps one node."""
-    _launch_features(x, factor, out, out.new_empty(0) if squares is None else squares)
+    """Launch; inside a compiled graph through the operator, to which empty squares are none."""
+    run = _triton.entry(_features_operator, _launch_features)
+    run(x, factor, out, out.new_empty(0) if squares is None else squares)
 
 
-@torch.library.custom_op("solspark::reblock_features", mutates_args=("out", "squares"))
 def _launch_features(x: Tensor, factor: Tensor, out: Tensor, squares: Tensor) -> None:
     """Launch the kernel; empty squares are not wanted."""
     from solspark.kernels.second_moments import launch_features
 
     x = _checks.last_dim_contiguous(x)
-    launch_features(x, factor.contiguous(), out, squares if squares.numel() else None)
+    with torch.cuda.device_of(x):
+        launch_features(x, factor.contiguous(), out, squares if squares.numel() else None)
 
 
-@_launch_features.register_fake
+_features_operator = torch.library.custom_op(
+    "solspark::reblock_features", _launch_features, mutates_args=("out", "squares")
+)
+
+
+@_features_operator.register_fake
 def _(x, factor, out, squares):
     return None
 
@@ -420,19 +460,24 @@ def _eager_factor(moments: Tensor, kind: str) -> Tensor:
 
 
 def _triton_factor(moments: Tensor, kind: str) -> Tensor:
-    """Enter through the custom op, so that torch.compile keeps one node."""
-    return _launch_cholesky(moments)
+    """Launch; inside a compiled graph through the operator."""
+    return _triton.entry(_cholesky_operator, _launch_cholesky)(moments)
 
 
-@torch.library.custom_op("solspark::cholesky", mutates_args=())
 def _launch_cholesky(moments: Tensor) -> Tensor:
     """Launch the kernel."""
     from solspark.kernels.second_moments import launch_cholesky
 
-    return launch_cholesky(moments.contiguous())
+    with torch.cuda.device_of(moments):
+        return launch_cholesky(moments.contiguous())
 
 
-@_launch_cholesky.register_fake
+_cholesky_operator = torch.library.custom_op(
+    "solspark::cholesky", _launch_cholesky, mutates_args=()
+)
+
+
+@_cholesky_operator.register_fake
 def _(moments):
     return moments.new_empty(moments.shape)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from solspark.testing import assert_close_to_oracle
 pytest.importorskip("triton")
 
 from solspark.kernels.block_lists import block_lists_kernel, launch_block_lists
+from solspark.kernels.pack_mask import launch_pack_mask, pack_mask_kernel
 from solspark.kernels.quantize import launch_mean, mean_kernel, quantize_kernel
 from solspark.kernels.quantized_attention import choose_config, quantized_attention_kernel
 from solspark.kernels.quantized_attention_backward import (
@@ -222,6 +224,32 @@ def test_a_mask_and_blocks_equal_the_joined_mask_bit_for_bit():
 
 
 @pytest.mark.interpreted
+@pytest.mark.parametrize("columns", [1, 64, 130, 2100])
+def test_packed_masks(columns):
+    generator = torch.Generator().manual_seed(columns)
+    mask = torch.rand(2, 3, 5, columns, generator=generator) > 0.5
+    for given in (mask, mask[:1, :1], mask.transpose(1, 2), mask[..., :1].expand(mask.shape)):
+        words = launch_pack_mask(given.view(torch.int8))
+        bits = words[..., None] >> torch.arange(64) & 1
+        assert torch.equal(bits.flatten(3)[..., :columns].bool(), given)
+        assert not bits.flatten(3)[..., columns:].any()
+
+
+@pytest.mark.interpreted
+def test_masks_of_any_stride():
+    query, key, value = tensors()
+    full = full_mask()
+    for mask in (full, full[..., :1], torch.randn(50, 70), torch.randn(50, 1)):
+        kept = mask.expand(1, 2, 50, 70).contiguous()
+        turned = kept.transpose(2, 3).contiguous().transpose(2, 3)
+        outs = [
+            quantized_attention(query, key, value, attn_mask=given, impl="triton")
+            for given in (mask, kept, turned)
+        ]
+        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.interpreted
 def test_batches_broadcasts_and_groups():
     query, key, value = tensors(40, 70, heads=4, kv_heads=2, batch=2)
     full = blocks(2, 3, batch=2, heads=4)
@@ -325,7 +353,7 @@ def test_tiles_nest_in_blocks():
 
 TYPES = {"q_ptr": "*i8", "k_ptr": "*i8", "v_ptr": "*bf16", "o_ptr": "*bf16", "g_ptr": "*bf16"}
 FLOATS = ("scale", "largest", "norm")
-COUNTS = ("scale_count", "shares", "share_tokens")
+COUNTS = ("scale_stride", "shares", "share_tokens")
 
 
 def types_of(kernel, **changes):
@@ -353,6 +381,7 @@ FORWARD = {
     "TILE": False,
     "MASK": 0,
     "MASK_ROWS": False,
+    "MASK_STEP": 0,
     "CAUSAL": False,
     "LISTS": True,
     "STAGES": 2,
@@ -360,11 +389,58 @@ FORWARD = {
 BACKWARD = {**{k: v for k, v in FORWARD.items() if k not in ("OUT_D", "PV")}, "D8": 64}
 
 
+MASKED_OPTIONS = {
+    "row": {},
+    "tile": {"granularity": "tile", "pv": "int8"},
+    "float": {},
+}
+
+
+@pytest.mark.parametrize("name", MASKED_OPTIONS)
+def test_masked_variants_do_the_same_arithmetic(name, record_launches, compile_launch):
+    """Both masks equal the joined mask bit for bit only where each variant sums in one order.
+
+    The interpreter has one order for all, so this reads what a GPU would run: the layout in which
+    rows are summed (that of the product, whatever is loaded), and how often each arithmetic
+    instruction occurs (a multiply-add fused here and not there rounds differently).
+    """
+    query, key, value = tensors(256, 256, heads=1, dim=64, dtype=torch.bfloat16)
+    shown = torch.ones(1, 1, 2, 4, dtype=torch.bool)
+    one, many = torch.ones(1, 1, 1, 256), torch.ones(1, 1, 256, 256)
+    if name != "float":
+        one, many = one.bool(), many.bool()
+    seen = {}
+    for mask, block_mask in ((one, shown), (many, shown), (one, None), (many, None)):
+        launches = record_launches(
+            lambda mask=mask, block_mask=block_mask: quantized_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                block_mask=block_mask,
+                impl="triton",
+                smooth_k=False,
+                **MASKED_OPTIONS[name],
+            )
+        )
+        built = compile_launch(launches[-1], "sm_90")
+        text = built.asm["ttgir"]
+        reduced = re.findall(r"tt.reduce.*?\}\) : \(tensor<[^,]*, #(\w+)>", text, re.S)
+        assert reduced and all(layout.startswith("mma") for layout in reduced), reduced
+        instructions = ["fma.rn.f32", "add.f32", "sub.f32", "max.f32", "ex2.approx"]
+        # A float mask turns to log2 once a key, or once a pair: that product feeds no plain sum.
+        instructions += [] if name == "float" else ["mul.f32"]
+        counts = {word: built.asm["ptx"].count(f"\t{word}") for word in instructions}
+        seen.setdefault(str(counts), []).append((tuple(mask.shape), block_mask is not None))
+        assert counts["fma.rn.f32"] > 0 and counts["ex2.approx"] > 0
+    assert len(seen) == 1, seen
+
+
 def test_the_forward_compiles_for_every_target(compile_ahead):
     kernel = quantized_attention_kernel
     compile_ahead(kernel, types_of(kernel), FORWARD, num_warps=4, num_stages=2)
     masked = {**FORWARD, "MASK": 1, "MASK_ROWS": True, "PV": True, "TILE": True}
-    types = types_of(kernel, v_ptr="*i8")
+    types = types_of(kernel, v_ptr="*i8", mask_ptr="*i64")
     compile_ahead(kernel, types, masked, num_warps=4, num_stages=2)
 
 
@@ -386,6 +462,8 @@ def test_the_rest_compiles_for_every_target(compile_ahead):
     types = types_of(mean_kernel, x_ptr="*bf16")
     compile_ahead(mean_kernel, types, {"D": 128, "DP": 128, "ROWS": 32})
     compile_ahead(block_lists_kernel, types_of(block_lists_kernel), {"CHUNK": 1024})
+    types = types_of(pack_mask_kernel, word_ptr="*i64")
+    compile_ahead(pack_mask_kernel, types, {"STEP": 1, "CHUNK": 32})
 
 
 def test_production_tiles_multiply_eight_bits_on_tensor_cores(compile_ahead, request):

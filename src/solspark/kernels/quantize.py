@@ -39,7 +39,7 @@ def quantize_kernel(
     rotation_ptr,
     tokens,
     heads,
-    scale_count,
+    scale_stride,
     largest,
     norm,
     sxb: tl.int64,
@@ -77,14 +77,15 @@ def quantize_kernel(
 
     # The largest of a row or of the tile; zeros keep a scale above zero.
     top = tl.max(tl.abs(y), 1)
-    scale_row = scales_ptr + (b * heads + h) * scale_count
+    scale_row = scales_ptr + (b * heads + h) * scale_stride
     if TILE:
         top = tl.zeros_like(top) + tl.max(top, 0)
         top = tl.maximum(top, FLOOR)
         tl.store(scale_row + tile + offs_t * 0, tl.div_rn(top, largest), mask=offs_t == tile * ROWS)
     else:
         top = tl.maximum(top, FLOOR)
-        tl.store(scale_row + offs_t, tl.div_rn(top, largest), mask=live)
+        # Rows past the end too: whoever reads scales by the tile finds a finite number.
+        tl.store(scale_row + offs_t, tl.div_rn(top, largest))
     inverse = tl.div_rn(tl.zeros_like(top) + largest, top)
     y = tl.minimum(tl.maximum(y * inverse[:, None], -largest), largest)
     if ROUND:
@@ -162,6 +163,9 @@ def launch_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Enqueue the quantisation of x [B, L, H, D] (last stride 1); return values and scales.
 
+    Each (sample, head) has whole tiles of row scales, those past the end finite; tile scales begin
+    on 16 floats. The scales' last dimension is a slice of that.
+
     shift: float32 [B, H, Dp] contiguous, already rotated, or None. rotation: the +-1 matrix
     [Dp, Dp] in x's type, block-diagonal in groups of `rotation_group`, or None.
     """
@@ -170,7 +174,8 @@ def launch_quantize(
     tile = granularity == "tile"
     scale_count = block_count(tokens) if tile else tokens
     values = torch.empty(batch, tokens, heads, padded, device=x.device, dtype=STORAGE[dtype])
-    scales = torch.empty(batch, heads, scale_count, device=x.device, dtype=torch.float32)
+    scale_stride = -(-scale_count // 16) * 16 if tile else block_count(tokens) * BLOCK
+    scales = torch.empty(batch, heads, scale_stride, device=x.device, dtype=torch.float32)
     quantize_kernel[(block_count(tokens), heads, batch)](
         x,
         values,
@@ -179,7 +184,7 @@ def launch_quantize(
         x if rotation is None else rotation,
         tokens,
         heads,
-        scale_count,
+        scale_stride,
         LARGEST[dtype],
         1.0 / math.sqrt(max(1, rotation_group)),
         *x.stride()[:3],
@@ -192,4 +197,4 @@ def launch_quantize(
         ROUND=dtype == "int8",
         num_warps=4,
     )
-    return values, scales
+    return values, scales[..., :scale_count]

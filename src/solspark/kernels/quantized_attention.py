@@ -8,14 +8,13 @@ K and V in L2. Reads Q once and, for each query tile, every listed K and V tile 
 LSE once. Running state (m, l, acc) in float32; INT8 products are exact in int32.
 
 Keys come in two runs: tiles that need no mask, then those that do (the ragged last one, the
-diagonal of a causal call, or all where there is a token mask). Both do the same arithmetic, so a
-mask that hides nothing changes no bit, and hidden tiles leave the state as it is: m starts finite,
-2^(-inf - m) is 0 and the correction factor 1.
+diagonal of a causal call, or all where there is a token mask). Both do the same arithmetic in the
+same order (see quantized_tile), so a mask that hides nothing changes no bit, and hidden tiles leave
+the state as it is: m starts finite, 2^(-inf - m) is 0 and the correction factor 1. A token mask and
+blocks together thus equal the joined token mask bit for bit.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -23,113 +22,25 @@ import triton.language as tl
 from torch import Tensor
 
 from ..types import BLOCK
-from .quantize import FLOOR, LARGEST, round_even
+from .quantize import FLOOR, LARGEST, ROUNDER
+from .quantized_tile import (
+    LEAST,
+    LOG2E,
+    SCALE_ROWS,
+    Lists,
+    Operands,
+    list_strides,
+    load_mask,
+    load_rows,
+    load_tile,
+    mask_arguments,
+    scale_groups,
+    tile_logits,
+    weights,
+)
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1.0e30)
-# Scales multiply to less than float32 holds; a factor of exactly zero would turn -inf into NaN.
-LEAST = tl.constexpr(1.0e-37)
-SCALE_ROWS = tl.constexpr(64)
-
-
-class Operands(NamedTuple):
-    """Q, K and V as the kernels read them: [B, L, H, D or Dp], and float32 scales or None.
-
-    Scales are [B, H, L] or, for tiles, [B, H, ceil(L / 64)].
-    """
-
-    q: Tensor
-    q_scales: Tensor | None
-    k: Tensor
-    k_scales: Tensor | None
-    v: Tensor
-    v_scales: Tensor | None
-
-
-class Lists(NamedTuple):
-    """Kept blocks of each block row: int32 [B or 1, H or 1, R] and [.., R, C], and block sizes."""
-
-    counts: Tensor
-    indices: Tensor
-    row_block: int
-    column_block: int
-
-
-@triton.jit
-def load_rows(base, offs_t, tokens, stride, offs_d, D: tl.constexpr, DP: tl.constexpr):
-    # Rows past the end and channels past D are zero, whatever memory holds.
-    at = base + offs_t.to(tl.int64)[:, None] * stride + offs_d[None, :]
-    inside = (offs_t < tokens)[:, None]
-    if D != DP:
-        inside = inside & (offs_d < D)[None, :]
-    return tl.load(at, mask=inside, other=0.0)
-
-
-@triton.jit
-def load_tile(base, start, offs_n, stride, offs_d, D: tl.constexpr, DP: tl.constexpr):
-    # As `load_rows` where every row exists.
-    at = base + (start + offs_n).to(tl.int64)[:, None] * stride + offs_d[None, :]
-    if D != DP:
-        return tl.load(at, mask=(offs_d < D)[None, :], other=0.0)
-    return tl.load(at)
-
-
-@triton.jit
-def row_scales(scale_row, offs, tokens, TILE: tl.constexpr):
-    if TILE:
-        return tl.load(scale_row + offs // SCALE_ROWS, mask=offs < tokens, other=0.0)
-    return tl.load(scale_row + offs, mask=offs < tokens, other=0.0)
-
-
-@triton.jit
-def product(a, b_t):
-    # INT8 sums exactly in int32, the rest in float32, without TF32's ten bits.
-    return tl.dot(a, b_t, input_precision="ieee").to(tl.float32)
-
-
-@triton.jit
-def hidden_or(
-    t,
-    mask_row,
-    offs_m,
-    offs_n,
-    query_tokens,
-    key_tokens,
-    smm,
-    smn,
-    MASK: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
-    # -inf where the end, causality or a token mask (1: bool) hides a key.
-    seen = (offs_n < key_tokens)[None, :]
-    if CAUSAL:
-        seen = seen & (offs_n[None, :] <= offs_m[:, None])
-    if MASK == 1:
-        if MASK_ROWS:
-            at = mask_row + offs_m.to(tl.int64)[:, None] * smm + offs_n[None, :] * smn
-            inside = (offs_m < query_tokens)[:, None] & (offs_n < key_tokens)[None, :]
-            seen = seen & (tl.load(at, mask=inside, other=0) != 0)
-        else:
-            shown = tl.load(mask_row + offs_n * smn, mask=offs_n < key_tokens, other=0) != 0
-            seen = seen & shown[None, :]
-    return tl.where(seen, t, float("-inf"))
-
-
-@triton.jit
-def token_bias(
-    mask_row, offs_m, offs_n, query_tokens, key_tokens, smm, smn, MASK_ROWS: tl.constexpr
-):
-    # A float mask in log2 units, [BM or 1, BN].
-    if MASK_ROWS:
-        at = mask_row + offs_m.to(tl.int64)[:, None] * smm + offs_n[None, :] * smn
-        inside = (offs_m < query_tokens)[:, None] & (offs_n < key_tokens)[None, :]
-        bias = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    else:
-        bias = tl.load(mask_row + offs_n * smn, mask=offs_n < key_tokens, other=0.0)
-        bias = bias.to(tl.float32)[None, :]
-    return bias * LOG2E
 
 
 @triton.jit
@@ -148,7 +59,6 @@ def _attend_tile(
     vs_row,
     mask_row,
     smm,
-    smn,
     offs_m,
     query_tokens,
     key_tokens,
@@ -163,6 +73,7 @@ def _attend_tile(
     TILE: tl.constexpr,
     MASK: tl.constexpr,
     MASK_ROWS: tl.constexpr,
+    MASK_STEP: tl.constexpr,
     CAUSAL: tl.constexpr,
     CHECK: tl.constexpr,
 ):
@@ -170,57 +81,64 @@ def _attend_tile(
     offs_d = tl.arange(0, DP)
     offs_v = tl.arange(0, DVP)
     keys = start + offs_n
+    given = 0
     if CHECK:
+        given = load_mask(
+            mask_row, start, offs_m, keys, query_tokens, key_tokens, smm, MASK, MASK_ROWS, MASK_STEP
+        )
         k = load_rows(k_base, keys, key_tokens, skt, offs_d, D, DP)
         v = load_rows(v_base, keys, key_tokens, svt, offs_v, DV, DVP)
     else:
         k = load_tile(k_base, start, offs_n, skt, offs_d, D, DP)
         v = load_tile(v_base, start, offs_n, svt, offs_v, DV, DVP)
 
-    # Logits as t * factor: a scale a row of K enters t, one a tile only the factor.
-    t = product(q, tl.trans(k))
-    if QK:
-        if TILE:
-            factor = tl.maximum(factor * tl.load(ks_row + start // SCALE_ROWS), LEAST)
-        else:
-            t *= row_scales(ks_row, keys, key_tokens, False)[None, :]
-    if CHECK:
-        if MASK == 2:
-            t = t * factor[:, None] + token_bias(
-                mask_row, offs_m, keys, query_tokens, key_tokens, smm, smn, MASK_ROWS
-            )
-            factor = factor * 0.0 + 1.0
-        t = hidden_or(
-            t, mask_row, offs_m, keys, query_tokens, key_tokens, smm, smn, MASK, MASK_ROWS, CAUSAL
-        )
+    # Logits are t * factor: a scale a row of K enters t, one a tile only the factor.
+    t, factor = tile_logits(
+        q,
+        k,
+        factor,
+        given,
+        ks_row,
+        start,
+        offs_m,
+        keys,
+        key_tokens,
+        QK,
+        TILE,
+        MASK,
+        CAUSAL,
+        CHECK,
+    )
 
     # Online softmax; the denominator sums what the product below may round.
     m_next = tl.maximum(m, tl.max(t, 1) * factor)
-    p = tl.exp2(t * factor[:, None] - m_next[:, None])
+    p = weights(t, factor, m_next)
     alpha = tl.exp2(m - m_next)
-    total = total * alpha + tl.sum(p, 1)
+    total = tl.fma(total, alpha, tl.sum(p, 1))
 
     if PV:
         # Each row of the tile is scaled to its own largest, which no running maximum changes.
         if TILE:
             w = p * tl.load(vs_row + start // SCALE_ROWS)
         else:
-            w = p * row_scales(vs_row, keys, key_tokens, False)[None, :]
+            w = p * tl.load(vs_row + keys)[None, :]
         top = tl.maximum(tl.max(w, 1), FLOOR)
-        w = w * (largest / top)[:, None]
+        stretch = (largest / top)[:, None]
         if v.dtype == tl.int8:
-            w = round_even(w)
+            # As `round_even`, the product fused with the sum.
+            w = tl.fma(w, stretch, ROUNDER) - ROUNDER
         else:
-            w = tl.minimum(w, largest)
-        acc = acc * alpha[:, None] + product(w.to(v.dtype), v) * (top / largest)[:, None]
+            w = tl.minimum(w * stretch, largest)
+        mixed = tl.dot(w.to(v.dtype), v, input_precision="ieee").to(tl.float32)
+        acc = tl.fma(mixed, (top / largest)[:, None], acc * alpha[:, None])
     else:
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return m_next, total, acc
 
 
 _FREE = (
-    "heads group query_tokens key_tokens query_tiles q_scales k_scales width scale largest "
-    "smm smn smb smh slb slh"
+    "heads group query_tokens key_tokens query_tiles q_groups k_groups width scale largest "
+    "smm smb smh slb slh"
 )
 
 
@@ -242,8 +160,8 @@ def quantized_attention_kernel(
     query_tokens,
     key_tokens,
     query_tiles,
-    q_scales,
-    k_scales,
+    q_groups,
+    k_groups,
     width,
     scale,
     largest,
@@ -259,7 +177,6 @@ def quantized_attention_kernel(
     smb: tl.int64,
     smh: tl.int64,
     smm: tl.int64,
-    smn: tl.int64,
     slb: tl.int64,
     slh: tl.int64,
     D: tl.constexpr,
@@ -276,6 +193,7 @@ def quantized_attention_kernel(
     TILE: tl.constexpr,
     MASK: tl.constexpr,
     MASK_ROWS: tl.constexpr,
+    MASK_STEP: tl.constexpr,
     CAUSAL: tl.constexpr,
     LISTS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -283,7 +201,7 @@ def quantized_attention_kernel(
     if LISTS:
         tl.static_assert(BLOCK_M % BM == 0, "query tiles must nest in blocks")
         tl.static_assert(BLOCK_N % BN == 0, "key tiles must nest in blocks")
-    if QK and TILE:
+    if QK or PV:
         tl.static_assert(SCALE_ROWS % BN == 0, "key tiles must nest in tiles of scales")
     pid = tl.program_id(0)
     i = pid % query_tiles
@@ -297,15 +215,16 @@ def quantized_attention_kernel(
     offs_v = tl.arange(0, DVP)
     k_base = k_ptr + b * skb + kv * skh
     v_base = v_ptr + b * svb + kv * svh
-    ks_row = ks_ptr + (b * key_heads + kv) * k_scales
-    vs_row = vs_ptr + (b * key_heads + kv) * k_scales
+    ks_row = ks_ptr + (b * key_heads + kv) * k_groups * 16
+    vs_row = vs_ptr + (b * key_heads + kv) * k_groups * 16
     mask_row = mask_ptr + b * smb + h * smh
+    live = offs_m < query_tokens
 
     # Q and the factor of each of its rows, in log2 units.
     q = load_rows(q_ptr + b * sqb + h * sqh, offs_m, query_tokens, sqt, offs_d, D, DP)
     factor = tl.zeros([BM], dtype=tl.float32) + scale * LOG2E
     if QK:
-        factor *= row_scales(qs_ptr + bh * q_scales, offs_m, query_tokens, TILE)
+        factor *= tl.load(qs_ptr + bh * q_groups * 16 + offs_m, mask=live, other=0.0)
     factor = tl.maximum(factor, LEAST)
     m = tl.full([BM], LOWEST, tl.float32)
     total = tl.zeros([BM], dtype=tl.float32)
@@ -363,7 +282,6 @@ def quantized_attention_kernel(
             vs_row,
             mask_row,
             smm,
-            smn,
             offs_m,
             query_tokens,
             key_tokens,
@@ -378,6 +296,7 @@ def quantized_attention_kernel(
             TILE,
             MASK,
             MASK_ROWS,
+            MASK_STEP,
             CAUSAL,
             False,
         )
@@ -402,7 +321,6 @@ def quantized_attention_kernel(
             vs_row,
             mask_row,
             smm,
-            smn,
             offs_m,
             query_tokens,
             key_tokens,
@@ -417,6 +335,7 @@ def quantized_attention_kernel(
             TILE,
             MASK,
             MASK_ROWS,
+            MASK_STEP,
             CAUSAL,
             True,
         )
@@ -424,7 +343,6 @@ def quantized_attention_kernel(
     # A row that saw no key gives zero and LSE -inf.
     safe = tl.where(total > 0.0, total, 1.0)
     acc = acc / safe[:, None]
-    live = offs_m < query_tokens
     rows = (b * query_tokens + offs_m) * heads + h
     tl.store(
         o_ptr + rows[:, None] * OUT_D + offs_v[None, :],
@@ -454,7 +372,7 @@ def launch_quantized_attention(
     head_dim, value_dim: channels that the operands hold (padded ones for what is quantised); D' is
     value_dim. attn_mask: bool, int8 or float [B or 1, H or 1, Lq or 1, Lk], any strides. scale is
     not negative. pv: as in the operation, "none" for unquantised V. config: query tile, key tile,
-    warps, stages; tiles nest in the lists' blocks, and key tiles in 64 rows for tile scales.
+    warps, stages; tiles nest in the lists' blocks, and key tiles in 64 rows where there are scales.
     """
     q, k, v = operands.q, operands.k, operands.v
     batch, query_tokens, heads = q.shape[:3]
@@ -462,7 +380,7 @@ def launch_quantized_attention(
     block_m, block_n, warps, stages = config
     out = torch.empty(batch, query_tokens, heads, value_dim, device=q.device, dtype=out_dtype)
     lse = torch.empty(batch, query_tokens, heads, device=q.device, dtype=torch.float32)
-    mask, mode, mask_strides = mask_arguments(attn_mask)
+    mask, mask_strides, mask_constants = mask_arguments(attn_mask)
     tiles = triton.cdiv(query_tokens, block_m)
     quantized_attention_kernel[(tiles * batch * heads,)](
         q,
@@ -480,8 +398,8 @@ def launch_quantized_attention(
         query_tokens,
         key_tokens,
         tiles,
-        operands.q_scales.shape[2] if operands.q_scales is not None else 0,
-        scale_count(operands),
+        scale_groups(operands.q_scales),
+        scale_groups(operands.k_scales, operands.v_scales),
         lists.indices.shape[3] if lists else 0,
         scale,
         LARGEST.get(pv, 1.0),
@@ -502,8 +420,7 @@ def launch_quantized_attention(
         QK=operands.q_scales is not None,
         PV=operands.v_scales is not None,
         TILE=tile_scales,
-        MASK=mode,
-        MASK_ROWS=attn_mask is not None and attn_mask.shape[2] > 1,
+        **mask_constants,
         CAUSAL=is_causal,
         LISTS=lists is not None,
         STAGES=stages,
@@ -511,37 +428,6 @@ def launch_quantized_attention(
         num_stages=stages,
     )
     return out, lse
-
-
-def mask_arguments(
-    attn_mask: Tensor | None,
-) -> tuple[Tensor | None, int, tuple[int, int, int, int]]:
-    """Return a mask as bytes or floats, its mode (0 none, 1 bool, 2 float) and its strides."""
-    if attn_mask is None:
-        return None, 0, (0, 0, 0, 0)
-    strides = tuple(
-        0 if size == 1 else stride
-        for size, stride in zip(attn_mask.shape, attn_mask.stride(), strict=True)
-    )
-    if attn_mask.is_floating_point():
-        return attn_mask, 2, strides  # type: ignore[return-value]
-    return attn_mask.view(torch.int8), 1, strides  # type: ignore[return-value]
-
-
-def list_strides(lists: Lists | None) -> tuple[int, int]:
-    """Return how many rows of lists one sample and one head advance, 0 where one serves all."""
-    if lists is None:
-        return 0, 0
-    batch, heads, rows = lists.counts.shape
-    return (heads * rows if batch > 1 else 0), (rows if heads > 1 else 0)
-
-
-def scale_count(operands: Operands) -> int:
-    """Return the scales of one key head; K's and V's are equally many."""
-    for scales in (operands.k_scales, operands.v_scales):
-        if scales is not None:
-            return scales.shape[2]
-    return 0
 
 
 def choose_config(

@@ -3,11 +3,11 @@
     P = 2^(c - lse2),  dP = dO V^T,  dS = P (dP - delta),  delta_t = sum_d out_td dO_td
     dQ = scale dS K,  dK = scale dS^T Q,  dV = P^T dO
 
-c is recomputed from the quantised operands, so P is the forward's; the other products take Q, K, V
-and dO as they came. Two kernels: one program = one (query tile, head, sample) over the row's list
-for dQ (it also writes delta), then one program = one (key tile, key head, sample) over the
-transposed list and the query heads of the group for dK and dV. Everything is read once a program;
-sums in float32, in a fixed order, without atomics.
+c is recomputed from the quantised operands by the forward's own code, so P is the forward's; the
+other products take Q, K, V and dO as they came. Two kernels: one program = one (query tile, head,
+sample) over the row's list for dQ (it also writes delta), then one program = one (key tile, key
+head, sample) over the transposed list and the query heads of the group for dK and dV. Everything
+is read once a program; sums in float32, in a fixed order, without atomics.
 
 Queries past the end need no mask: an infinite log-sum makes their P zero, as for empty rows.
 """
@@ -19,64 +19,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .quantized_attention import (
+from .quantized_tile import (
     LEAST,
     LOG2E,
-    SCALE_ROWS,
     Lists,
     Operands,
-    hidden_or,
     list_strides,
+    load_mask,
     load_rows,
     mask_arguments,
-    product,
-    row_scales,
-    scale_count,
-    token_bias,
+    scale_groups,
+    tile_logits,
+    weights,
 )
 
-
-@triton.jit
-def _probabilities(
-    q,
-    k,
-    factor,
-    ks_row,
-    start,
-    keys,
-    lse2,
-    mask_row,
-    smm,
-    smn,
-    offs_m,
-    query_tokens,
-    key_tokens,
-    QK: tl.constexpr,
-    TILE: tl.constexpr,
-    MASK: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
-    # As the forward's tile, with the row's final log-sum in place of a running maximum.
-    t = product(q, tl.trans(k))
-    if QK:
-        if TILE:
-            factor = tl.maximum(factor * tl.load(ks_row + start // SCALE_ROWS), LEAST)
-        else:
-            t *= row_scales(ks_row, keys, key_tokens, False)[None, :]
-    t = t * factor[:, None]
-    if MASK == 2:
-        t += token_bias(mask_row, offs_m, keys, query_tokens, key_tokens, smm, smn, MASK_ROWS)
-    # Keys past the end too: their P could be infinite, which a zero K does not undo.
-    t = hidden_or(
-        t, mask_row, offs_m, keys, query_tokens, key_tokens, smm, smn, MASK, MASK_ROWS, CAUSAL
-    )
-    return tl.exp2(t - lse2[:, None])
-
-
 _FREE = (
-    "heads group query_tokens key_tokens tiles q_scales k_scales width scale "
-    "smm smn smb smh slb slh"
+    "heads group query_tokens key_tokens tiles q_groups k_groups width scale smm smb smh slb slh"
 )
 
 
@@ -101,8 +59,8 @@ def quantized_attention_grad_query_kernel(
     query_tokens,
     key_tokens,
     tiles,
-    q_scales,
-    k_scales,
+    q_groups,
+    k_groups,
     width,
     scale,
     sqb: tl.int64,
@@ -123,7 +81,6 @@ def quantized_attention_grad_query_kernel(
     smb: tl.int64,
     smh: tl.int64,
     smm: tl.int64,
-    smn: tl.int64,
     slb: tl.int64,
     slh: tl.int64,
     D8: tl.constexpr,
@@ -139,6 +96,7 @@ def quantized_attention_grad_query_kernel(
     TILE: tl.constexpr,
     MASK: tl.constexpr,
     MASK_ROWS: tl.constexpr,
+    MASK_STEP: tl.constexpr,
     CAUSAL: tl.constexpr,
     LISTS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -156,14 +114,14 @@ def quantized_attention_grad_query_kernel(
     offs_v = tl.arange(0, DVP)
     live = offs_m < query_tokens
     rows = (b * query_tokens + offs_m) * heads + h
-    ks_row = ks_ptr + (b * key_heads + kv) * k_scales
+    ks_row = ks_ptr + (b * key_heads + kv) * k_groups * 16
     mask_row = mask_ptr + b * smb + h * smh
 
     # The row's own terms: its factor, its log-sum (+inf for an empty row: P is zero) and delta.
     q = load_rows(q8_ptr + b * sqb + h * sqh, offs_m, query_tokens, sqt, offs_d, D8, DP)
     factor = tl.zeros([BM], dtype=tl.float32) + scale * LOG2E
     if QK:
-        factor *= row_scales(qs_ptr + bh * q_scales, offs_m, query_tokens, TILE)
+        factor *= tl.load(qs_ptr + bh * q_groups * 16 + offs_m, mask=live, other=0.0)
     factor = tl.maximum(factor, LEAST)
     lse = tl.load(lse_ptr + rows, mask=live, other=float("-inf"))
     lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
@@ -177,7 +135,12 @@ def quantized_attention_grad_query_kernel(
     row = i * BM // BLOCK_M
     list_row = index_ptr + b * slb * width + h * slh * width + row.to(tl.int64) * width
     if LISTS:
-        last = tl.load(count_ptr + b * slb + h * slh + row) * SUB
+        count = tl.load(count_ptr + b * slb + h * slh + row)
+        last = count * SUB
+        if count > 0:
+            # Only the last block can be short; its tiles past the end are left out.
+            left = key_tokens - tl.load(list_row + count - 1) * BLOCK_N
+            last = (count - 1) * SUB + tl.minimum(SUB, tl.cdiv(left, BN))
     else:
         last = tl.cdiv(key_tokens, BN)
         if CAUSAL:
@@ -189,31 +152,29 @@ def quantized_attention_grad_query_kernel(
         else:
             start = tile * BN
         keys = start + offs_n
+        given = load_mask(
+            mask_row, start, offs_m, keys, query_tokens, key_tokens, smm, MASK, MASK_ROWS, MASK_STEP
+        )
         k8 = load_rows(k8_ptr + b * sk8b + kv * sk8h, keys, key_tokens, sk8t, offs_d, D8, DP)
         k = load_rows(k_ptr + b * skb + kv * skh, keys, key_tokens, skt, offs_d, D, DP)
         v = load_rows(v_ptr + b * svb + kv * svh, keys, key_tokens, svt, offs_v, DV, DVP)
-        if TILE and QK:
-            start = tl.minimum(start, key_tokens - 1)
-        p = _probabilities(
+        t, tile_factor = tile_logits(
             q,
             k8,
             factor,
+            given,
             ks_row,
             start,
-            keys,
-            lse2,
-            mask_row,
-            smm,
-            smn,
             offs_m,
-            query_tokens,
+            keys,
             key_tokens,
             QK,
             TILE,
             MASK,
-            MASK_ROWS,
             CAUSAL,
+            True,
         )
+        p = weights(t, tile_factor, lse2)
         dp = tl.dot(g, tl.trans(v), input_precision="ieee")
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
@@ -245,8 +206,8 @@ def quantized_attention_grad_key_value_kernel(
     query_tokens,
     key_tokens,
     tiles,
-    q_scales,
-    k_scales,
+    q_groups,
+    k_groups,
     width,
     scale,
     sq8b: tl.int64,
@@ -267,7 +228,6 @@ def quantized_attention_grad_key_value_kernel(
     smb: tl.int64,
     smh: tl.int64,
     smm: tl.int64,
-    smn: tl.int64,
     slb: tl.int64,
     slh: tl.int64,
     D8: tl.constexpr,
@@ -283,6 +243,7 @@ def quantized_attention_grad_key_value_kernel(
     TILE: tl.constexpr,
     MASK: tl.constexpr,
     MASK_ROWS: tl.constexpr,
+    MASK_STEP: tl.constexpr,
     CAUSAL: tl.constexpr,
     LISTS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -297,7 +258,7 @@ def quantized_attention_grad_key_value_kernel(
     keys = start + tl.arange(0, BN)
     offs_d = tl.arange(0, DP)
     offs_v = tl.arange(0, DVP)
-    ks_row = ks_ptr + bh * k_scales
+    ks_row = ks_ptr + bh * k_groups * 16
     k8 = load_rows(k8_ptr + b * sk8b + kv * sk8h, keys, key_tokens, sk8t, offs_d, D8, DP)
     v = load_rows(v_ptr + b * svb + kv * svh, keys, key_tokens, svt, offs_v, DV, DVP)
     dk = tl.zeros([BN, DP], dtype=tl.float32)
@@ -308,7 +269,7 @@ def quantized_attention_grad_key_value_kernel(
     for member in range(0, group):
         h = kv * group + member
         mask_row = mask_ptr + b * smb + h * smh
-        qs_row = qs_ptr + (b * heads + h) * q_scales
+        qs_row = qs_ptr + (b * heads + h) * q_groups * 16
         list_row = index_ptr + b * slb * width + h * slh * width + column.to(tl.int64) * width
         first = 0
         if LISTS:
@@ -325,6 +286,18 @@ def quantized_attention_grad_key_value_kernel(
                 top = tile * BM
             offs_m = top + tl.arange(0, BM)
             live = offs_m < query_tokens
+            given = load_mask(
+                mask_row,
+                start,
+                offs_m,
+                keys,
+                query_tokens,
+                key_tokens,
+                smm,
+                MASK,
+                MASK_ROWS,
+                MASK_STEP,
+            )
             q8 = load_rows(q8_ptr + b * sq8b + h * sq8h, offs_m, query_tokens, sq8t, offs_d, D8, DP)
             q = load_rows(q_ptr + b * sqb + h * sqh, offs_m, query_tokens, sqt, offs_d, D, DP)
             g = load_rows(g_ptr + b * sgb + h * sgh, offs_m, query_tokens, sgt, offs_v, DV, DVP)
@@ -334,28 +307,25 @@ def quantized_attention_grad_key_value_kernel(
             delta = tl.load(delta_ptr + rows, mask=live, other=0.0)
             factor = tl.zeros([BM], dtype=tl.float32) + scale * LOG2E
             if QK:
-                factor *= row_scales(qs_row, offs_m, query_tokens, TILE)
+                factor *= tl.load(qs_row + offs_m, mask=live, other=0.0)
             factor = tl.maximum(factor, LEAST)
-            p = _probabilities(
+            t, factor = tile_logits(
                 q8,
                 k8,
                 factor,
+                given,
                 ks_row,
                 start,
-                keys,
-                lse2,
-                mask_row,
-                smm,
-                smn,
                 offs_m,
-                query_tokens,
+                keys,
                 key_tokens,
                 QK,
                 TILE,
                 MASK,
-                MASK_ROWS,
                 CAUSAL,
+                True,
             )
+            p = weights(t, factor, lse2)
             dv = tl.dot(tl.trans(p.to(g.dtype)), g, dv, input_precision="ieee")
             dp = tl.dot(g, tl.trans(v), input_precision="ieee")
             ds = p * (dp - delta[:, None])
@@ -406,7 +376,7 @@ def launch_quantized_attention_backward(
         torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (query, key, value)
     )
     delta = torch.empty_like(lse)
-    mask, mode, mask_strides = mask_arguments(attn_mask)
+    mask, mask_strides, mask_constants = mask_arguments(attn_mask)
     q8, k8 = operands.q, operands.k
     scales = [lse if x is None else x for x in (operands.q_scales, operands.k_scales)]
     sizes = (
@@ -415,10 +385,7 @@ def launch_quantized_attention_backward(
         query_tokens,
         key_tokens,
     )
-    counts = (
-        operands.q_scales.shape[2] if operands.q_scales is not None else 0,
-        scale_count(operands),
-    )
+    groups = (scale_groups(operands.q_scales), scale_groups(operands.k_scales))
     constants = {
         "D8": q8.shape[3],
         "D": dim,
@@ -431,8 +398,7 @@ def launch_quantized_attention_backward(
         "BLOCK_N": lists.column_block if lists else block_n,
         "QK": operands.q_scales is not None,
         "TILE": tile_scales,
-        "MASK": mode,
-        "MASK_ROWS": attn_mask is not None and attn_mask.shape[2] > 1,
+        **mask_constants,
         "CAUSAL": is_causal,
         "LISTS": lists is not None,
         "STAGES": stages,
@@ -457,7 +423,7 @@ def launch_quantized_attention_backward(
         lists.counts if lists else lse,
         *sizes,
         tiles,
-        *counts,
+        *groups,
         lists.indices.shape[3] if lists else 0,
         scale,
         *common,
@@ -485,7 +451,7 @@ def launch_quantized_attention_backward(
         transposed.counts if transposed else lse,
         *sizes,
         tiles,
-        *counts,
+        *groups,
         transposed.indices.shape[3] if transposed else 0,
         scale,
         *common,

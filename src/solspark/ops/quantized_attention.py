@@ -68,7 +68,8 @@ def quantized_attention(
         smooth_k: subtract K's mean over tokens before it is quantised.
         hadamard: channels that one rotation of Q and K (and of a quantised V) spans, a power of
             two from 4 to 1,024; 0 does not rotate.
-        granularity: scales of Q, K and V: one a "row", or one for a "tile" of 64 tokens.
+        granularity: scales of K and V: one a "row", or one for a "tile" of 64 tokens, which costs
+            kernels less; Q has one a row, which is free.
         return_lse: also return lse.
         impl: "triton" or "eager"; None takes the best that can serve.
 
@@ -416,7 +417,7 @@ def quantize_operands(
     if options.matmul != "none":
         mean = _mean(key, impl) if options.smooth_k else None
         kind = options.matmul
-        q = quantize(query, dtype=kind, granularity=granularity, hadamard=group, impl=impl)
+        q = quantize(query, dtype=kind, granularity="row", hadamard=group, impl=impl)
         k = quantize(key, dtype=kind, granularity=granularity, mean=mean, hadamard=group, impl=impl)
     if value is not None and options.pv != "none":
         v = quantize(value, dtype=options.pv, granularity=granularity, hadamard=group, impl=impl)

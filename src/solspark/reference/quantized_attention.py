@@ -77,7 +77,7 @@ def quantized_attention(
         pv: type of P and V.
         smooth_k: subtract K's mean over tokens before it is quantised.
         hadamard: channels that one rotation of Q and K (and of a quantised V) spans; 0 none.
-        granularity: scales of Q, K and V: a "row" or a "tile" of 64 tokens.
+        granularity: scales of K and V: a "row" or a "tile" of 64 tokens; Q has one a row.
         return_lse: also return lse.
 
     Returns:
@@ -230,9 +230,9 @@ def quantized_operands(
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return (values, scales) of Q and of K, K without its mean if so asked."""
     mean = key_mean(key) if options.smooth_k else None
-    common = (options.matmul, options.granularity)
-    q = quantize(query, dtype=common[0], granularity=common[1], hadamard=options.hadamard)
-    k = quantize(key, dtype=common[0], granularity=common[1], mean=mean, hadamard=options.hadamard)
+    dtype, group = options.matmul, options.hadamard
+    q = quantize(query, dtype=dtype, granularity="row", hadamard=group)
+    k = quantize(key, dtype=dtype, granularity=options.granularity, mean=mean, hadamard=group)
     return q, k
 
 

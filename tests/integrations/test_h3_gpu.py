@@ -57,6 +57,30 @@ def test_everything_exact_is_dense(install: Callable[..., Any], make_request: An
             assert error <= 2 * rounding + torch.finfo(torch.bfloat16).eps * scale
 
 
+@pytest.mark.parametrize("chunk_tokens", [None, 256])
+@pytest.mark.parametrize("mended", [None, True], ids=["as served", "rotated and balanced"])
+def test_everything_exact_in_int8_is_dense(
+    make_request: Any, chunk_tokens: int | None, mended: bool | None
+) -> None:
+    transformer = build_tiny_h3_transformer(dtype=torch.bfloat16, device="cuda")
+    request = on_gpu(make_request("fl2va", (9, 4, 12)))
+    with torch.no_grad():
+        options = {"int8_rotate": mended, "int8_balance": mended, "chunk_tokens": chunk_tokens}
+        with install_h3_sol_attn(
+            transformer, num_denoise_steps=2, precision="int8", sol_tau=-1e9, **SPARSE, **options
+        ) as plugin:
+            for time in (0.3, 0.6):
+                ours = transformer(**inputs_on_gpu(request, time, {}))
+            summary = plugin.summary()
+        usual = transformer(**inputs_on_gpu(request, 0.6, {}))
+    assert summary["processor_calls"]["sparse:sol"] == 8
+    if mended is None:
+        # Nothing that no kernel serves is on by itself.
+        assert summary["implementations"] == {"qkv_producer": "triton", "sol_int8": "triton"}
+    for a, b in zip(ours, usual, strict=True):
+        assert float((a - b).float().norm() / b.float().norm()) < 0.016
+
+
 @pytest.mark.parametrize("install", INSTALLERS)
 def test_a_sparse_step_does_not_wait_for_the_device(
     install: Callable[..., Any], make_request: Any

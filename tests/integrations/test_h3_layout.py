@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -57,6 +58,19 @@ def test_pack_is_the_permutation_of_the_contract(make_request: Any) -> None:
     expected = [*range(layout.start, layout.tokens), *range(layout.start)]
     assert packed.flatten().tolist() == expected
     assert torch.equal(layout.unpack(packed), rows)
+
+
+@pytest.mark.parametrize("shuffled", [False, True], ids=["rotation", "permutation"])
+def test_packed_rows_are_parts_of_what_pack_makes(make_request: Any, shuffled: bool) -> None:
+    layout = derive_layout(arguments(make_request("ref2va", (5, 4, 12))))
+    if shuffled:
+        layout = dataclasses.replace(layout, order=torch.randperm(layout.video_tokens))
+    rows = torch.arange(layout.tokens)[None, :, None]
+    packed = layout.pack(rows)
+    for size in (1, 64, 240, 241, 4096):
+        for first in range(0, layout.tokens, size):
+            part = layout.packed_rows(rows, first, first + size)
+            assert torch.equal(part, packed[:, first : first + size])
 
 
 def test_rows_out_of_raster_order_are_sorted(make_request: Any) -> None:

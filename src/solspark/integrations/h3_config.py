@@ -10,6 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ..methods.spark_config import PRESETS, PackedConfig, ReblockConfig
+from ..ops import _dispatch
+from ..types import BLOCK
 
 DEFAULT_EVALUATIONS = 19
 """Transformer evaluations when the caller names no count: the 20-point grid of the reference."""
@@ -69,6 +71,21 @@ REBLOCK_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Public option -> field of ReblockConfig."""
+
+INT8_VALUES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "sol_landmark_preprocess": (False,),
+        "sol_thresh_type": ("diag",),
+        "sol_kv_splits": (1,),
+        "sol_force_local_blocks": (None, True),
+        "sol_exact_block_radius": (None, 1),
+        "sol_video_tail_mode": ("dense",),
+        "sol_tail_granularity": ("block", "none"),
+        "sol_route_topk_cutoff_mode": ("gemm_radix",),
+        "sol_route_global_weighted_mean": (False,),
+    }
+)
+"""Options that INT8 has one way of serving -> the values that say so."""
 
 
 def check_int(name: str, value: object, minimum: int) -> None:
@@ -161,6 +178,16 @@ class H3SparseAttentionConfig:
             option; 16 by default (the standalone `spark_reblock` defaults to 8).
         landmark_tree_v2_*: see `ReblockConfig`, by the names of `REBLOCK_NAMES`.
         rope_sol_key_ridge_epsilon: ridge of the second moments.
+        precision: "native", the model's type, or "int8" for the sparse calls (Sol without
+            reordering, H3's head dim of 128): Q and K with one INT8 scale a token, V with one a
+            channel; context rows are exact, in INT8 as well. Skipped blocks enter once a query
+            block, so that `sol_tail_granularity` is "block" (or "none").
+        chunk_tokens: with "int8", stream the QKV projection so many rows at a time, a multiple of
+            64, instead of holding Q, K and V. The first sparse call of a layer projects twice to
+            measure; later ones use the statistics of the call before. None holds them whole.
+        int8_rotate, int8_balance: rotate, and balance, the channels of Q and K before they are
+            quantised; both lower the error where few channels are loud. None: where the best
+            implementation does it.
         sol_log_density: report the share of blocks read exactly (waits for the device when
             `summary()` is called).
         dense_backend: attention of the dense calls and of the dense suffix: a backend name of
@@ -237,6 +264,11 @@ class H3SparseAttentionConfig:
     landmark_tree_v2_layout_reuse: str = "independent"
     rope_sol_key_ridge_epsilon: float = 1e-3
 
+    precision: str = "native"
+    chunk_tokens: int | None = None
+    int8_rotate: bool | None = None
+    int8_balance: bool | None = None
+
     sol_log_density: bool = True
     dense_backend: DenseBackend | None = None
     impl: str | None = None
@@ -247,6 +279,7 @@ class H3SparseAttentionConfig:
         self._check_schedule()
         self._check_routing()
         self._resolve_fanout()
+        self._check_precision()
         _check_bool("sol_log_density", self.sol_log_density)
         backend = self.dense_backend
         if backend is not None and not isinstance(backend, str) and not callable(backend):
@@ -430,10 +463,45 @@ class H3SparseAttentionConfig:
                 "sol_landmark_preprocess=True, got False"
             )
         coarse = self.sol_tail_granularity in ("block", "block8x8")
-        if coarse and not self.uses_summaries:
+        if coarse and not self.uses_summaries and self.precision != "int8":
             raise ValueError(
                 f"sol_tail_granularity: {self.sol_tail_granularity!r} needs "
                 "sol_virtual_query_levels_up or sol_virtual_query_target_blocks, got neither"
+            )
+
+    def _check_precision(self) -> None:
+        """Check what goes with INT8, and what INT8 does not go with."""
+        _check_choice("precision", self.precision, ("native", "int8"))
+        for name in ("int8_rotate", "int8_balance"):
+            if getattr(self, name) is not None:
+                _check_bool(name, getattr(self, name))
+        if self.precision == "native":
+            for name in ("chunk_tokens", "int8_rotate", "int8_balance"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}: {getattr(self, name)!r} needs precision='int8', got 'native'"
+                    )
+            return
+        if self.chunk_tokens is not None:
+            size = self.chunk_tokens
+            if type(size) is not int or size < BLOCK or size % BLOCK:
+                raise ValueError(
+                    f"chunk_tokens: expected None or a multiple of {BLOCK}, got {size!r}"
+                )
+        if self.sol_tail_granularity == "query":
+            self._set("sol_tail_granularity", "block")
+        for name, allowed in INT8_VALUES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(
+                    f"precision: 'int8' cannot be combined with {name}={value!r}, only with "
+                    f"{' or '.join(map(repr, allowed))}"
+                )
+        known = _dispatch.implementations("sol_int8")
+        if self.impl is not None and self.impl not in known:
+            raise ValueError(
+                f"impl: {self.impl!r} does not serve precision='int8', expected one of "
+                f"{', '.join(known)} or None"
             )
 
     def _resolve_fanout(self) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..methods.spark import PackedConfig, PackedRecord
 from ..types import BLOCK
 from .h3_config import H3SparseAttentionConfig
+from .h3_int8 import Int8State
 from .h3_layout import (
     H3Layout,
     derive_layout,
@@ -73,7 +74,7 @@ class H3Controller:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the run: index, counters, layout and plan caches."""
+        """Forget the run: index, counters, layout, plan caches and calibration."""
         self.evaluation = -1
         self.forwards = 0
         self.failed = False
@@ -81,11 +82,13 @@ class H3Controller:
         self.calls: list[Call] = []
         self.last_record: PackedRecord | None = None
         self.layout_facts: dict[str, Any] = {}
+        self.mending: dict[str, bool] = {}
         self.forget_layout()
 
     def forget_layout(self) -> None:
-        """Drop the layout and everything cached for it."""
+        """Drop the layout, everything cached for it, and the calibration of INT8."""
         self.layout: H3Layout | None = None
+        self.int8 = Int8State()
         self.cache: dict[Any, Any] = {}
         self._arguments: dict[str, Any] = {}
         self._structure: Any = None
@@ -177,10 +180,15 @@ class H3Controller:
         """Evaluations begun, those beyond the schedule left out."""
         return min(self.evaluation + 1, self.config.total_evaluations)
 
+    @property
+    def topk_ratio(self) -> float | None:
+        """Top-k ratio of the present evaluation."""
+        return self.config.topk_ratio_at(max(self.evaluation, 0))
+
     def packed_config(self) -> PackedConfig:
         """Return the options of packed attention for the present evaluation."""
         schedule = self.config.sol_route_topk_schedule
-        key = None if schedule is None else self.config.topk_ratio_at(max(self.evaluation, 0))
+        key = None if schedule is None else self.topk_ratio
         return self._packed[key]
 
     def note(

@@ -63,6 +63,19 @@ class H3Layout:
             return torch.cat((rows[:, self.start :], rows[:, : self.start]), dim=1)
         return rows.index_select(1, self._on(rows.device)[0])
 
+    def packed_rows(self, rows: Tensor, first: int, stop: int) -> Tensor:
+        """Return rows [first, stop) of what `pack` would make, as far as there are, and no others."""
+        stop = min(stop, self.tokens)
+        if self.order is not None:
+            return rows.index_select(1, self._on(rows.device)[0][first:stop])
+        video = self.video_tokens
+        parts = (
+            rows[:, self.start + first : self.start + min(stop, video)],
+            rows[:, max(0, first - video) : max(0, stop - video)],
+        )
+        held = [part for part in parts if part.shape[1]]
+        return held[0] if len(held) == 1 else torch.cat(held, dim=1)
+
     def unpack(self, rows: Tensor) -> Tensor:
         """Undo `pack`."""
         if self.order is None:
@@ -95,10 +108,10 @@ def forward_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[st
 def structure_key(arguments: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
     """Identify the tensors that a layout was derived from: identity, and version where tracked."""
     tensors = (arguments.get(name) for name in ("token_tags", "position_ids", "video_indices"))
-    return tuple((id(value), _version(value)) for value in tensors)
+    return tuple((id(value), version(value)) for value in tensors)
 
 
-def _version(value: Any) -> int:
+def version(value: Any) -> int:
     """Return the in-place version of a tensor; inference tensors keep none."""
     if not isinstance(value, Tensor) or value.is_inference():
         return -1

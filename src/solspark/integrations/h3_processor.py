@@ -13,6 +13,7 @@ from ..methods.spark import PackedRecord, packed_attention
 from ..types import BLOCK
 from .h3_config import H3SparseAttentionConfig
 from .h3_controller import H3Controller, Stopwatch
+from .h3_int8 import Int8Attention, norm_eps, norm_weight, projected_chunks
 from .h3_layout import H3Layout
 
 
@@ -166,23 +167,69 @@ class H3SparseAttentionProcessor(WrappingProcessor):
         layout: H3Layout,
     ) -> tuple[Tensor, PackedRecord]:
         """Project, pack, attend sparsely, unpack, project back."""
+        controller = self.controller
+        if controller.config.chunk_tokens is not None:
+            out, record = self._stream(attn, hidden_states, rotary_emb, layout)
+            return _output(attn, layout.unpack(out), hidden_states.dtype), record
         query, key, value = project_qkv(attn, hidden_states, rotary_emb, layout.pack)
         dtype = query.dtype
-        controller = self.controller
-        out, record = packed_attention(
-            query,
-            key,
-            value,
-            video_tokens=layout.video_tokens,
-            grid=layout.grid,
-            config=controller.packed_config(),
-            dense=dense_attention(controller.config, self.original),
-            cache=controller.cache,
-            impl=controller.config.impl,
-        )
+        if controller.config.precision == "int8":
+            out, record = self._int8(layout, attn.heads, query.device).whole(query, key, value)
+        else:
+            out, record = packed_attention(
+                query,
+                key,
+                value,
+                video_tokens=layout.video_tokens,
+                grid=layout.grid,
+                config=controller.packed_config(),
+                dense=dense_attention(controller.config, self.original),
+                cache=controller.cache,
+                impl=controller.config.impl,
+            )
         # At 100,000 rows each of these is 1.4 GiB, and the output projection comes next.
         del query, key, value
         return _output(attn, layout.unpack(out), dtype), record
+
+    def _int8(self, layout: H3Layout, heads: int, device: torch.device) -> Int8Attention:
+        """Return the INT8 calls of the present evaluation."""
+        controller = self.controller
+        calls = Int8Attention(
+            controller.config,
+            layout.tokens,
+            layout.video_tokens,
+            heads,
+            device,
+            controller.topk_ratio,
+        )
+        controller.mending = calls.mending
+        return calls
+
+    def _stream(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        rotary_emb: tuple[Tensor, Tensor] | None,
+        layout: H3Layout,
+    ) -> tuple[Tensor, PackedRecord]:
+        """Attend in INT8 from the projection in chunks, with the statistics of the step before."""
+        if rotary_emb is None:
+            raise RuntimeError("rotary_emb: INT8 from chunks expected (cos, sin), got None")
+        controller = self.controller
+        config, state, dtype = controller.config, controller.int8, hidden_states.dtype
+        assert config.chunk_tokens is not None
+        pass_of_step = (controller.forwards - 1) % config.evaluations_per_step
+        name = (self.layer, pass_of_step, layout.tokens, layout.grid)
+        out, record, state.statistics[name] = self._int8(
+            layout, attn.heads, hidden_states.device
+        ).streamed(
+            projected_chunks(attn, hidden_states, layout, config.chunk_tokens),
+            state.rotations(*rotary_emb, layout, dtype, controller.forwards),
+            (norm_weight(attn.norm_q, hidden_states), norm_weight(attn.norm_k, hidden_states)),
+            norm_eps(attn.norm_q, dtype),
+            state.statistics.get(name, ()),
+        )
+        return out, record
 
 
 def dense_attention(

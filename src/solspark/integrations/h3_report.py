@@ -17,7 +17,8 @@ def run_summary(controller: H3Controller) -> dict[str, Any]:
     records = call_records(controller)
     last = controller.last_record
     first = next((call.record for call in controller.calls if call.record is not None), None)
-    backend = None if last is None else last.implementations.get("block_sparse_attention")
+    attention = "sol_int8" if config.precision == "int8" else "block_sparse_attention"
+    backend = None if last is None else last.implementations.get(attention)
     return {
         "method": "sol",
         "preset": "spark" if config.sol_landmark_preprocess else "sol",
@@ -41,6 +42,8 @@ def run_summary(controller: H3Controller) -> dict[str, Any]:
         "resolved": {} if last is None else _resolution(config, last),
         "sol_virtual_query_layout": None if last is None else last.virtual_queries,
         "reblock": None if last is None else last.reblock,
+        "precision": config.precision,
+        "int8": _int8(controller),
         **controller.layout_facts,
         "by_evaluation": _grouped(records, "evaluation"),
         "by_layer": _grouped(records, "layer"),
@@ -75,6 +78,17 @@ def _route_density(config: H3SparseAttentionConfig, record: PackedRecord) -> dic
         figures["delivered_density"] = record.density
         figures["delivered_video_density"] = record.video_density
     return figures
+
+
+def _int8(controller: H3Controller) -> dict[str, Any] | None:
+    """Return how the INT8 calls quantise, as resolved by the newest, and what they have kept."""
+    if controller.config.precision != "int8":
+        return None
+    return {
+        "chunk_tokens": controller.config.chunk_tokens,
+        **controller.mending,
+        "calibrated_layers": len({name[0] for name in controller.int8.statistics}),
+    }
 
 
 def _backend_label(backend: Any) -> str | None:

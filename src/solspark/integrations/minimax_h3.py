@@ -25,6 +25,7 @@ from ..methods.spark import packed_attention
 from ..types import TokenGrid
 from .h3_config import H3SparseAttentionConfig, sol_config, spark_config
 from .h3_controller import H3Controller, Stopwatch
+from .h3_int8 import Int8Attention, check_int8_attention, warm_up_int8
 from .h3_pipeline import loaded_transformer, require_diffusers
 from .h3_processor import H3SparseAttentionProcessor, dense_attention
 from .h3_report import call_records, run_summary
@@ -105,7 +106,8 @@ class H3SparseAttentionPlugin:
             RuntimeError: it is active already, solspark is installed on this transformer by
                 another plugin, or the transformer runs context parallel.
             TypeError: the target has no `transformer_blocks`.
-            ValueError: `extra_dense_layers` or `dense_backend` do not fit the transformer.
+            ValueError: `extra_dense_layers`, `dense_backend` or `precision` do not fit the
+                transformer.
         """
         if self.active:
             raise RuntimeError("this plugin is installed already: leave the context or remove()")
@@ -139,7 +141,10 @@ class H3SparseAttentionPlugin:
         self._leave(warn_short=True)
 
     def reset(self) -> None:
-        """Get ready for another run: counters, layout and caches are cleared, patches stay."""
+        """Get ready for another run: counters, layout, caches and INT8's calibration are cleared.
+
+        Patches stay.
+        """
         self.controller.reset()
 
     def prewarm(
@@ -165,23 +170,34 @@ class H3SparseAttentionPlugin:
         attn = self.transformer.transformer_blocks[0].attn
         # Norms are never quantised or wrapped by LoRA, so their weight has the activations' dtype.
         weight = attn.norm_q.weight
-        device = weight.device if device is None else torch.device(device)
-        dtype = weight.dtype if dtype is None else dtype
+        place = weight.device if device is None else torch.device(device)
+        kind: torch.dtype = weight.dtype if dtype is None else dtype
         token_grid = TokenGrid(*grid)
-        shape = (1, token_grid.tokens + context_tokens, attn.heads, attn.head_dim)
-        query, key, value = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
+        video, tokens = token_grid.tokens, token_grid.tokens + context_tokens
+        config = self.config
+        if config.precision == "int8":
+            calls = Int8Attention(
+                config, tokens, video, attn.heads, place, self.controller.topk_ratio
+            )
+            watch = Stopwatch(place)
+            with torch.no_grad():
+                record = warm_up_int8(calls, config.chunk_tokens, place, kind)
+            watch.stop()
+            return {"seconds": watch.seconds(), "implementations": dict(record.implementations)}
+        shape = (1, tokens, attn.heads, attn.head_dim)
+        query, key, value = (torch.randn(shape, device=place, dtype=kind) for _ in range(3))
         watch = Stopwatch(query.device)
         with torch.no_grad():
             _, record = packed_attention(
                 query,
                 key,
                 value,
-                video_tokens=token_grid.tokens,
+                video_tokens=video,
                 grid=token_grid,
                 config=self.controller.packed_config(),
-                dense=dense_attention(self.config, attn.get_processor()),
+                dense=dense_attention(config, attn.get_processor()),
                 cache={},
-                impl=self.config.impl,
+                impl=config.impl,
             )
         watch.stop()
         return {"seconds": watch.seconds(), "implementations": dict(record.implementations)}
@@ -194,7 +210,8 @@ class H3SparseAttentionPlugin:
             `processor_calls` (counters `dense:<reason>`, `sparse:sol` and inner calls), routing
             (`sol_route_density` of the first sparse call, `resolved`), layout, `by_evaluation` and
             `by_layer` (calls, density, seconds), an echo of the options, and what went wrong:
-            `replaced_processors`.
+            `replaced_processors`. With INT8 `int8` says whether channels are rotated and balanced,
+            and for how many layers a calibration is kept; cold and primed calls are counted.
         """
         replaced = self._swap.replaced() if self.active else list(self._left)
         return {**run_summary(self.controller), "replaced_processors": replaced}
@@ -236,6 +253,8 @@ class H3SparseAttentionPlugin:
                     f"transformer: expected MiniMax-H3 attention at transformer_blocks.{layer}"
                     f".attn, but {type(attn).__name__} has no {', '.join(lacking)}"
                 )
+            if self.config.precision == "int8":
+                check_int8_attention(self.config, f"transformer_blocks.{layer}.attn", attn)
         beyond = [layer for layer in self.config.extra_dense_layers if layer >= layers]
         if beyond:
             raise ValueError(f"extra_dense_layers: expected layers below {layers}, got {beyond[0]}")
@@ -353,6 +372,8 @@ def install_h3_sol_attn(
     warmup_steps: int | None = None,
     dense_layers: int | None = None,
     min_tokens: int | None = None,
+    precision: str = "native",
+    chunk_tokens: int | None = None,
     **config_overrides: Any,
 ) -> H3SparseAttentionPlugin:
     """Return a context manager that gives an H3 transformer Sol attention (tau routing).
@@ -367,6 +388,9 @@ def install_h3_sol_attn(
         warmup_mode, warmup_ratio, warmup_steps: the dense prefix.
         dense_layers: leading layers that stay dense; 1 by default.
         min_tokens: shorter sequences stay dense; 0 by default.
+        precision: "native" by default, or "int8" for the sparse calls.
+        chunk_tokens: with INT8, stream the QKV projection so many rows at a time, a multiple of 64,
+            and never hold Q, K and V; 4096 is a good size.
         **config_overrides: any other field of `H3SparseAttentionConfig`.
 
     Returns:
@@ -388,6 +412,8 @@ def install_h3_sol_attn(
         warmup_steps=warmup_steps,
         dense_layers=dense_layers,
         min_tokens=min_tokens,
+        precision=precision,
+        chunk_tokens=chunk_tokens,
         **config_overrides,
     )
     return install_h3_sparse_attention(transformer, config)
@@ -420,7 +446,8 @@ def install_h3_spark_attn(
         topk_ratio: share of the video blocks read exactly; 0.1 by default.
             `sol_route_topk_ratio=None` asks for tau routing.
         preset: "default", "quality" (64 landmarks) or "fast" (queries follow the keys' tree).
-        **config_overrides: any other field of `H3SparseAttentionConfig`.
+        **config_overrides: any other field of `H3SparseAttentionConfig`; `precision="int8"` is
+            refused, for INT8 neither reorders nor reweights.
 
     Returns:
         The plugin, as `install_h3_sol_attn`.

@@ -64,7 +64,7 @@ class H3Layout:
         return rows.index_select(1, self._on(rows.device)[0])
 
     def packed_rows(self, rows: Tensor, first: int, stop: int) -> Tensor:
-        """Return rows [first, stop) of what `pack` would make, as far as there are, and no others."""
+        """Return rows [first, stop) of what `pack` would make, as far as there are, no others."""
         stop = min(stop, self.tokens)
         if self.order is not None:
             return rows.index_select(1, self._on(rows.device)[0][first:stop])

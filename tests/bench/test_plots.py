@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from solspark.bench import plots, quality
+from solspark.bench import plots, quality, sampled
 from solspark.bench.problems import get_problem
 from solspark.bench.rows import Row, append_row, read_rows
 
@@ -27,12 +29,18 @@ def recorded(tmp_path):
         row("call", "dense-cudnn", 272.0, 73_584),
         row("call", "sol", 12.0, topk_ratio=0.1),
         row("call", "sol", 34.0, 73_584, topk_ratio=0.1),
-        row("dit", "dense-cudnn", 373_000.0, 73_584),
-        row("step", "dense-cudnn", 19_600.0, 73_584, evaluation="dense"),
-        row("step", "no-attention", 4_980.0, 73_584, evaluation="no attention core"),
-        row("dit", "spark", 190_000.0, 73_584, topk_ratio=0.1),
-        row("step", "spark", 7_400.0, 73_584, topk_ratio=0.1, evaluation="sparse"),
+        row("dit", "dense-cudnn", 19 * 19_600.0, 73_584),
+        row("dit", "spark", 4 * 19_600.0 + 15 * 7_400.0, 73_584, topk_ratio=0.1),
     ]
+    shared = {"feed-forward": 2_500.0, "projections": 2_000.0, "other": 500.0}
+    dense = {**shared, "attention": 14_600.0}
+    sparse = {**shared, "attention": 1_700.0, "plan": 500.0, "reorder and summarise": 200.0}
+    for name, ms in dense.items():
+        kept = dict(evaluation="dense", part=name)
+        rows.append(row("part", "dense-cudnn", ms, 73_584, **kept))
+    for name, ms in sparse.items():
+        kept = dict(evaluation="sparse", part=name, topk_ratio=0.1)
+        rows.append(row("part", "spark", ms, 73_584, **kept))
     for ratio, error in ((0.1, 0.2), (0.2, 0.1), (0.3, 0.05)):
         told = {"relative_l2": error, "against": "dense"}
         kept = dict(inputs="video", topk_ratio=ratio)
@@ -62,13 +70,16 @@ def test_without_rows_nothing_is_drawn(tmp_path):
     assert not (tmp_path / "figures").exists()
 
 
-def test_the_shares_of_a_generation_add_up_to_its_time(recorded, tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(plots, "_save", lambda figure, folder, name: drawn.append(figure) or [])
-    plots.plot_shares(list(read_rows([recorded])), tmp_path)
-    axes = drawn[0].axes[0]
-    ends = {round(bar.get_x() + bar.get_width(), 3) for bar in axes.patches}
-    assert {373.0, 190.0} <= ends
+def test_the_parts_of_a_generation_add_up_to_its_time(recorded):
+    rows = list(read_rows([recorded]))
+    for whole in [item for item in rows if item.level == "dit"]:
+        parts = plots.generation_parts(rows, whole)
+        assert sum(parts.values()) == pytest.approx(whole.ms / 1e3)
+        assert parts["feed-forward"] == pytest.approx(19 * 2.5)
+        sparse = parts.get("attention, sparse evaluations", 0.0)
+        assert sparse == pytest.approx(15 * 1.7 if whole.method == "spark" else 0.0)
+    other_run = replace(whole, run="r2")
+    assert plots.generation_parts(rows, other_run) == {}
 
 
 def test_a_route_map_shows_what_reblocking_does(tmp_path):
@@ -100,6 +111,24 @@ def test_quality_prints_the_calibration(tmp_path, capsys):
     assert 0 < gap.error["median_nats"] < 10
     table = quality.calibration_table(rows)
     assert table.count("|  |") == 0 and "tiny, 2 heads" in table
+
+
+def test_a_cpu_evaluates_on_sampled_rows_what_whole_calls_give(tmp_path, capsys):
+    arguments = ["--problem", "tiny", "--heads", "1", "--commit", "abc"]
+    found = []
+    for extra in ([], ["--impl", "eager"]):
+        out = tmp_path / f"rows{len(found)}.jsonl"
+        assert quality.main([*arguments, *extra, "--out", str(out)]) == 0
+        rows = [item for item in read_rows([out]) if item.method in ("sol", "spark")]
+        found.append(rows)
+    for one, whole in zip(*found, strict=True):
+        assert whole.implementation != one.implementation == sampled.WORDS
+        assert one.density == pytest.approx(whole.density, rel=1e-4)
+        errors = [item.error["relative_l2"] for item in (one, whole)]
+        assert errors[0] == pytest.approx(errors[1], rel=1e-3), one.options
+    methods = {item.method for item in read_rows([out])}
+    assert methods == {"recall", "skipped-mass", "sol", "spark", "sol-int8"}
+    capsys.readouterr()
 
 
 def test_mass_recall_of_everything_is_one():

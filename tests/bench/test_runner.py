@@ -96,6 +96,10 @@ def test_any_option_can_be_swept():
     found = list(expand(METHODS["call", "sol"], settings))
     assert [item["local_radius"] for item in found] == [-1, 1]
     assert all(item["thresh_type"] == "exact" for item in found)
+    # An option that has a default of its own can be fixed as well.
+    arguments = ["--set", "impl=eager", "--set", "tail=none"]
+    (item,) = expand(METHODS["call", "sol"], settings_from(parser("x").parse_args(arguments)))
+    assert (item["impl"], item["tail"]) == ("eager", "none")
 
 
 @pytest.mark.parametrize(
@@ -244,6 +248,21 @@ def test_the_whole_transformer_is_measured_dense_and_sparse(tmp_path, capsys):
     assert whole["dense-default"].ms == pytest.approx(19 * dense, rel=1e-3)
     assert whole["spark"].ms == pytest.approx(4 * dense + 15 * sparse, rel=1e-3)
     assert whole["spark"].density and 0 < whole["spark"].error["relative_l2"] < 1
+    # The row says itself that the generation was not run from end to end.
+    assert whole["spark"].implementation == (
+        "sum of 4 x a dense evaluation (2 timed) and 15 x a sparse one (2 timed)"
+    )
+    assert steps["dense-default"].implementation == "diffusers native"
+    for name, step in steps.items():
+        parts = {
+            row.options["part"]: row.ms
+            for row in rows
+            if row.level == "part" and row.method == name
+        }
+        assert sum(parts.values()) == pytest.approx(step.ms, rel=1e-3)
+        assert all(ms > 0 for ms in parts.values())
+        stages = {"plan", "reorder and summarise"} if name == "spark" else set()
+        assert set(parts) == {"feed-forward", "projections", "attention", "other"} | stages
     capsys.readouterr()
 
 
@@ -254,16 +273,19 @@ def test_a_clock_measures_and_takes_the_median():
     assert taken.peak_gib is None and taken.ms >= 0
 
 
-def test_the_module_runs_by_itself_without_typer_and_rich(tmp_path):
+def test_the_module_runs_on_a_machine_with_torch_and_diffusers_alone(tmp_path):
+    pytest.importorskip("diffusers")
     code = (
-        "import sys; sys.modules['typer'] = sys.modules['rich'] = None; "
+        "import sys; sys.modules.update(dict.fromkeys(('typer', 'rich', 'matplotlib'))); "
         "from solspark.bench.runner import main; "
-        "raise SystemExit(main(['--problem', 'tiny', '--level', 'plan', '--methods', 'pool', "
-        f"'--target-s', '0.02', '--out', {str(tmp_path / 'r.jsonl')!r}]))"
+        "raise SystemExit(main(['--problem', 'tiny', '--level', 'plan,dit', '--methods', "
+        "'pool,no-attention', '--heads', '1', '--target-s', '0.02', '--out', "
+        f"{str(tmp_path / 'r.jsonl')!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "score" not in done.stdout and "pool" in done.stdout
+    assert "pool" in done.stdout and "no-attention" in done.stdout
+    assert "[" in done.stderr and "1/2]" in done.stderr
 
 
 def test_solspark_bench_forwards_to_the_harness(capsys):

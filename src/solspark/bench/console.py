@@ -90,7 +90,8 @@ def outcome(row: Row) -> str:
         return f"GATE: {row.gate}"
     parts = ["pass"]
     if row.ms is not None:
-        parts = [f"{row.ms:.3f} ms (iqr {row.iqr_ms or 0:.3f})"]
+        spread = "" if row.iqr_ms is None else f" (iqr {row.iqr_ms:.3f})"
+        parts = [f"{row.ms:.3f} ms{spread}"]
     if row.tflops is not None:
         parts.append(f"{row.tflops:.3g} TFLOP/s")
     if row.density is not None:

@@ -2,8 +2,8 @@
 generation.
 
 A generation of E evaluations with W dense ones takes W dense steps and E - W sparse ones; both
-steps are measured, the generation is their sum. Weights are random and made on the device, so time
-and memory are real and quality is not.
+steps are measured, with the share of each part, and the generation is their sum. Weights are random
+and made on the device, so time and memory are real and quality is not.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from solspark.bench.case import Case, Unavailable, method
 from solspark.bench.gate import Verdict
+from solspark.bench.parts import PartClock
 from solspark.bench.problems import Problem
 from solspark.bench.timing import synchronize
 
@@ -28,7 +30,7 @@ EVALUATIONS = 19
 DENSE_EVALUATIONS = 4
 DENSE_LAYERS = 1
 MEASURED = 3
-"""Sparse evaluations that are run, the first one untimed."""
+"""Sparse evaluations that are run, the first one untimed: it compiles, and captures plans."""
 FULL_HEADS = 56
 BACKENDS = {
     "dense-default": "native",
@@ -46,12 +48,16 @@ class Step:
         iqr_ms: distance between quartiles, 0 for fewer than two.
         peak_gib: peak device memory above the weights.
         sample: the last evaluation's video output.
+        count: timed evaluations.
+        parts: milliseconds of each part, together `ms`.
     """
 
     ms: float
     iqr_ms: float
     peak_gib: float | None
     sample: Tensor
+    count: int
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 class Bench:
@@ -62,41 +68,51 @@ class Bench:
         self.transformer = build_transformer(problem, device, dtype, seed)
         self.inputs = evaluation_inputs(self.transformer, problem, device, dtype, seed)
         self.steps: dict[str, Step] = {}
-        # A clip of two frames loads every kernel but the long attention's own.
-        short = problem.with_grid(2, problem.grid.height, problem.grid.width)
-        with torch.no_grad():
-            self.transformer(**evaluation_inputs(self.transformer, short, device, dtype, seed))
 
-    def measure(self, name: str, evaluations: int, warmup: int) -> Step:
-        """Time evaluations as the transformer now stands, once for each name."""
+    def one_layer(self) -> None:
+        """Run the transformer with its first block alone, at full length: the same kernels, matrix
+        shapes and memory as an evaluation in a fiftieth of its time.
+        """
+        blocks = self.transformer.transformer_blocks
+        self.transformer.transformer_blocks = nn.ModuleList([blocks[0]])
+        try:
+            self.transformer(**self.inputs)
+        finally:
+            self.transformer.transformer_blocks = blocks
+
+    def measure(self, name: str, evaluations: int, warm: Callable[[], Any]) -> Step:
+        """Time evaluations as the transformer now stands, once for each name, after `warm`."""
         if name in self.steps:
             return self.steps[name]
-        for _ in range(warmup):
-            self.transformer(**self.inputs)
+        warm()
         synchronize(self.device)
         base = 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             base = torch.cuda.memory_allocated(self.device)
         times, sample = [], None
-        for _ in range(evaluations):
-            start = time.perf_counter()
-            sample = self.transformer(**self.inputs).sample
-            synchronize(self.device)
-            times.append((time.perf_counter() - start) * 1e3)
+        with PartClock(self.transformer.transformer_blocks, self.device) as clock:
+            for _ in range(evaluations):
+                start = time.perf_counter()
+                sample = self.transformer(**self.inputs).sample
+                synchronize(self.device)
+                times.append((time.perf_counter() - start) * 1e3)
         peak = None
         if self.device.type == "cuda":
             peak = (torch.cuda.max_memory_allocated(self.device) - base) / 2**30
         quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [0.0, 0.0, 0.0]
         assert sample is not None
-        spread = quartiles[2] - quartiles[0]
-        self.steps[name] = Step(statistics.median(times), spread, peak, sample)
+        ms, spread = statistics.median(times), quartiles[2] - quartiles[0]
+        parts = clock.parts(evaluations, ms)
+        self.steps[name] = Step(ms, spread, peak, sample, evaluations, parts)
         return self.steps[name]
 
     def dense(self, backend: str) -> Step:
-        """Return the dense evaluation on a backend of diffusers."""
+        """Return the dense evaluation on a backend of diffusers: one, for it takes 20 s and more on
+        a GPU.
+        """
         self.transformer.set_attention_backend(backend)
-        return self.measure(backend, 1 if self.device.type == "cuda" else 2, 0)
+        return self.measure(backend, 1 if self.device.type == "cuda" else 2, self.one_layer)
 
 
 _current: dict[str, Any] = {}
@@ -217,7 +233,7 @@ def _dense(name: str) -> Callable[[Source, dict[str, Any]], Case]:
         def facts(step: Step) -> list[dict[str, Any]]:
             return [
                 _generation(step, None, EVALUATIONS, EVALUATIONS),
-                _step_row(step, {"evaluation": "dense"}),
+                *_step_rows(step, "dense"),
             ]
 
         return Case(run, _finite, implementation=f"diffusers {BACKENDS[name]}", facts=facts)
@@ -236,7 +252,7 @@ def _no_core(source: Source, options: dict[str, Any]) -> Case:
         try:
             for attention in attentions:
                 attention.set_processor(_NoCore())
-            return bench.measure("no-attention", 2, 1)
+            return bench.measure("no-attention", 2, bench.one_layer)
         finally:
             for attention, processor in zip(attentions, saved, strict=True):
                 attention.set_processor(processor)
@@ -244,7 +260,7 @@ def _no_core(source: Source, options: dict[str, Any]) -> Case:
     def facts(step: Step) -> list[dict[str, Any]]:
         return [
             _generation(step, None, EVALUATIONS, EVALUATIONS),
-            _step_row(step, {"evaluation": "no attention core"}),
+            *_step_rows(step, "no attention core"),
         ]
 
     return Case(run, _finite, implementation="projections, norms, feed-forward", facts=facts)
@@ -285,7 +301,8 @@ def _sparse(name: str) -> Callable[[Source, dict[str, Any]], Case]:
             )
             with plugin as active:
                 active = plugin if active is None else active
-                step = bench.measure(label, MEASURED - 1, 1)
+                warm = partial(bench.transformer, **bench.inputs)
+                step = bench.measure(label, MEASURED - 1, warm)
                 seen["summary"] = active.summary()
             return dense, step
 
@@ -309,7 +326,7 @@ def _sparse(name: str) -> Callable[[Source, dict[str, Any]], Case]:
                 "relative_l2": float(gap),
                 "against": "the dense evaluation, random weights",
             }
-            return [whole, _step_row(step, {"evaluation": "sparse"})]
+            return [whole, *_step_rows(step, "sparse")]
 
         return Case(run, judge, facts=facts)
 
@@ -317,13 +334,10 @@ def _sparse(name: str) -> Callable[[Source, dict[str, Any]], Case]:
 
 
 def _density(summary: dict[str, Any]) -> float | None:
-    """Return the density of the sparse rows that a summary reports."""
-    told = summary.get("sol_route_density")
-    if isinstance(told, dict):
-        for name in ("packed_density", "density", "delivered_density"):
-            if isinstance(told.get(name), (int, float)):
-                return float(told[name])
-    return None
+    """Return the delivered density of the sparse calls, over all evaluations that had any."""
+    told = [group["density"] for group in summary["by_evaluation"]]
+    known = [density for density in told if density is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _finite(step: Step) -> Verdict:
@@ -335,24 +349,40 @@ def _finite(step: Step) -> Verdict:
 def _generation(
     dense: Step, sparse: Step | None, evaluations: int, dense_evaluations: int
 ) -> dict[str, Any]:
-    """Return the fields of a generation's row."""
+    """Return the fields of a generation's row, which says what its time is the sum of."""
     dense_steps = min(dense_evaluations, evaluations)
     rest = evaluations - dense_steps
     ms = dense.ms * dense_steps + (sparse.ms if sparse else 0.0) * rest
     spread = dense.iqr_ms * dense_steps + (sparse.iqr_ms if sparse else 0.0) * rest
     peaks = [step.peak_gib for step in (dense, sparse) if step and step.peak_gib is not None]
-    return {"ms": ms, "iqr_ms": spread, "peak_gib": max(peaks, default=None)}
-
-
-def _step_row(step: Step, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of one evaluation's row."""
+    words = f"sum of {dense_steps} x one evaluation ({dense.count} timed)"
+    if sparse:
+        words = (
+            f"sum of {dense_steps} x a dense evaluation ({dense.count} timed) and {rest} x a "
+            f"sparse one ({sparse.count} timed)"
+        )
     return {
+        "ms": ms,
+        "iqr_ms": spread,
+        "peak_gib": max(peaks, default=None),
+        "implementation": words,
+    }
+
+
+def _step_rows(step: Step, kind: str) -> list[dict[str, Any]]:
+    """Return the fields of one evaluation's row and of its parts' rows."""
+    whole = {
         "level": "step",
-        "options": options,
+        "options": {"evaluation": kind},
         "ms": step.ms,
         "iqr_ms": step.iqr_ms,
         "peak_gib": step.peak_gib,
     }
+    parts = [
+        {"level": "part", "options": {"evaluation": kind, "part": name}, "ms": ms}
+        for name, ms in step.parts.items()
+    ]
+    return [whole, *parts]
 
 
 for _name in BACKENDS:

@@ -94,14 +94,14 @@ def judge_packed(inputs: Inputs, out: Tensor, config: PackedConfig, impl: str | 
             places = torch.where(
                 inside, by_query[0, 0].long()[rows.clamp(max=layout.video_tokens - 1)], rows
             )
-        plan = _plan(query, key, layout, config, impl)
+        plan = route_plan(query, key, layout, config, impl)
         for rounded, target in ((False, oracle), (True, rounding)):
-            target.append(_rows(query, key, value, rows, plan, layout, config, rounded))
+            target.append(definition_rows(query, key, value, rows, plan, layout, config, rounded))
         got.append(out[0, places, head])
     return compare(torch.stack(got), torch.stack(oracle), torch.stack(rounding), out.dtype)
 
 
-def _plan(
+def route_plan(
     query: Tensor, key: Tensor, layout: PackedLayout, config: PackedConfig, impl: str | None
 ) -> BlockPlan:
     """Return the route of one head's sparse prefix."""
@@ -130,7 +130,7 @@ def _plan(
     return plan_top_k(pooled.query_means, pooled.key_means, layout, top_k=top_k, **common).plan
 
 
-def _rows(
+def definition_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -140,7 +140,9 @@ def _rows(
     config: PackedConfig,
     rounded: bool,
 ) -> Tensor:
-    """Return float64 [R, D] of one head [1, T, 1, D] in serving order."""
+    """Return float64 [R, D]: what packed attention gives for rows of one head [1, T, 1, D], all in
+    serving order; rounded: with the arithmetic of a kernel in the inputs' type.
+    """
     q, k, v = query[0, :, 0], key[0, :, 0], value[0, :, 0]
     sparse = rows < layout.sparse_tokens
     dtype = q.dtype

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from solspark.bench.dit import DENSE_EVALUATIONS, EVALUATIONS
+from solspark.bench.parts import PARTS
 from solspark.bench.problems import get_problem
 from solspark.bench.report import newest
 from solspark.bench.rows import Row, read_rows
@@ -118,72 +120,85 @@ def plot_error(rows: Sequence[Row], folder: Path) -> list[Path]:
     return _save(figure, folder, "error_against_density")
 
 
-def plot_shares(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw where a generation's time goes: everything else, dense attention, sparse attention.
+def generation_parts(rows: Sequence[Row], whole: Row) -> dict[str, float]:
+    """Return the seconds of each part of a generation, or nothing where the run has no parts of it.
 
-    Of E evaluations W are dense; every evaluation pays what is not attention, a dense one its
-    attention, a sparse one what it takes beyond.
+    A dense generation is E dense evaluations, a sparse one W dense and E - W sparse ones; the
+    attention of dense and of sparse evaluations are parts of their own.
+
+    Args:
+        rows: recorded, those of level "part" among them.
+        whole: a row of level "dit".
     """
-    bars: list[tuple[str, float, float, float]] = []
-    title = ""
-    for whole in [row for row in rows if row.level == "dit" and row.ms and row.passed]:
-        inside = {
-            row.options.get("evaluation"): row.ms
-            for row in rows
-            if row.level == "step"
-            and row.run == whole.run
-            and row.problem == whole.problem
-            and (row.method in ("no-attention", "dense-cudnn", whole.method))
-            and (row.method != whole.method or _same(row, whole))
-        }
-        rest, dense = inside.get("no attention core"), inside.get("dense")
-        if rest is None or dense is None or whole.ms is None:
-            continue
-        evaluations = whole.options.get("num_denoise_steps", 19)
-        dense_steps = whole.options.get("warmup_steps", 4)
-        sparse = inside.get("sparse")
-        if whole.method == "no-attention":
-            continue
-        if sparse is None:
-            dense_steps = evaluations
-        attention = max(0.0, whole.ms - evaluations * rest)
-        warm = attention if sparse is None else dense_steps * (dense - rest)
-        bars.append(
-            (
-                f"{whole.problem} {_name(whole)}",
-                evaluations * rest / 1e3,
-                warm / 1e3,
-                max(0.0, attention - warm) / 1e3,
-            )
-        )
-        title = f"{whole.gpu}: one generation's DiT time, {evaluations} evaluations"
+    inside = [row for row in rows if row.level == "part" and row.ms is not None]
+    inside = [row for row in inside if (row.run, row.problem) == (whole.run, whole.problem)]
+
+    def of(kind: str, methods: Sequence[str], options: dict[str, Any] | None) -> dict[str, float]:
+        for name in methods:
+            found = {
+                row.options["part"]: row.ms or 0.0
+                for row in inside
+                if (row.method, row.options["evaluation"]) == (name, kind)
+                and (options is None or _without(row.options, "evaluation", "part") == options)
+            }
+            if found:
+                return found
+        return {}
+
+    evaluations = whole.options.get("num_denoise_steps", EVALUATIONS)
+    warm = whole.options.get("warmup_steps", DENSE_EVALUATIONS)
+    sparse = of("sparse", [whole.method], whole.options)
+    if not sparse:
+        warm = evaluations
+    dense = of("dense", [whole.method, "dense-cudnn", "dense-default"], None)
+    if not dense or (not sparse and not whole.method.startswith("dense")):
+        return {}
+    total: dict[str, float] = {}
+    for count, parts, kind in ((warm, dense, "dense"), (evaluations - warm, sparse, "sparse")):
+        for name, ms in parts.items():
+            name = f"attention, {kind} evaluations" if name == "attention" else name
+            total[name] = total.get(name, 0.0) + count * ms / 1e3
+    return {name: total[name] for name in SHOWN_PARTS if name in total}
+
+
+def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return options without some of them."""
+    return {name: value for name, value in options.items() if name not in names}
+
+
+SHOWN_PARTS = tuple(
+    shown
+    for name in PARTS
+    for shown in (
+        [f"attention, {kind} evaluations" for kind in ("dense", "sparse")]
+        if name == "attention"
+        else [name]
+    )
+)
+
+
+def plot_shares(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw where a generation's time goes, part by part."""
+    wholes = [row for row in rows if row.level == "dit" and row.ms and row.passed]
+    found = [(whole, generation_parts(rows, whole)) for whole in wholes]
+    bars = [(f"{whole.problem} {_name(whole)}", parts) for whole, parts in found if parts][::-1]
     if not bars:
         return []
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(8, 0.5 * len(bars) + 1.5))
-    names = [bar[0] for bar in bars][::-1]
+    names = [name for name, _ in bars]
     left = [0.0] * len(bars)
-    for part, words in enumerate(
-        (
-            "projections, feed-forward, norms",
-            "attention of dense evaluations",
-            "attention of sparse evaluations",
-        ),
-        start=1,
-    ):
-        widths = [float(bar[part]) for bar in bars][::-1]
-        axes.barh(names, widths, left=left, label=words)
+    for part in SHOWN_PARTS:
+        widths = [parts.get(part, 0.0) for _, parts in bars]
+        if not any(widths):
+            continue
+        axes.barh(names, widths, left=left, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for index, total in enumerate(left):
-        axes.text(total, index, f" {total:.0f} s", va="center", fontsize=8)
-    axes.set(xlabel="seconds", title=title)
-    axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.08), ncols=3)
+        axes.text(total, index, f" {total:.3g} s", va="center", fontsize=8)
+    axes.set(xlabel="seconds", title=f"{wholes[0].gpu}: the DiT's part of one generation")
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     return _save(figure, folder, "where_the_time_goes")
-
-
-def _same(step: Row, whole: Row) -> bool:
-    """Say whether a step's row belongs to a generation's row."""
-    return {k: v for k, v in step.options.items() if k != "evaluation"} == whole.options
 
 
 def plot_route(problem_name: str, head: int, ratio: float, folder: Path) -> list[Path]:

@@ -27,7 +27,8 @@ from solspark.bench.rows import Row, read_rows
 
 MARKER = re.compile(r"(<!-- bench:([^>]*?) -->)\n(.*?)(<!-- /bench -->)", re.DOTALL)
 BASELINE = "dense-cudnn"
-COMPARED = ("attend", "call", "layer", "dit")
+ATTENTION = ("attend", "call", "layer")
+COMPARED = (*ATTENTION, "dit")
 """Levels whose times stand against dense attention, or a dense generation."""
 
 NOT_A_FLAG = ("inputs", "heads", "seed")
@@ -83,7 +84,7 @@ def baselines(rows: Iterable[Row]) -> dict[tuple[str, str, str], float]:
         for row in rows:
             if row.method == name and (name == BASELINE or row.gpu == "cpu"):
                 found[row.run, row.problem, row.level] = row.ms or 0.0
-                if row.level != "dit":
+                if row.level in ATTENTION:
                     found[row.run, row.problem, ""] = row.ms or 0.0
     return found
 
@@ -154,7 +155,7 @@ def command(rows: Sequence[Row]) -> str:
     def joined(values: Iterable[object]) -> str:
         return ",".join(dict.fromkeys(str(value) for value in values))
 
-    level = "dit" if {row.level for row in rows} <= {"dit", "step"} else None
+    level = "dit" if {row.level for row in rows} <= {"dit", "step", "part"} else None
     parts = ["solspark bench"]
     if {row.level for row in rows} == {"quality"}:
         parts = ["solspark bench quality"]
@@ -167,7 +168,7 @@ def command(rows: Sequence[Row]) -> str:
         values = [row.options[name] for row in rows if name in row.options]
         if values:
             parts.append(f"{flag} {joined(values)}")
-    known = (*FLAGS, *NOT_A_FLAG, "primed", "evaluation", "order")
+    known = (*FLAGS, *NOT_A_FLAG, "primed", "evaluation", "part", "order")
     names = dict.fromkeys(name for row in rows for name in row.options if name not in known)
     for name in names if swept else ():
         values = [row.options[name] for row in rows if name in row.options]

@@ -82,7 +82,7 @@ def take(case: Case, row: Row, settings: Settings) -> list[Row]:
         synchronize(settings.device)
         row = replace(
             row,
-            implementation=served_by(records, case.implementation),
+            implementation=case.implementation or served_by(records, None),
             precision=case.precision or row.precision,
         )
         verdict: Verdict = case.judge(result)
@@ -93,10 +93,9 @@ def take(case: Case, row: Row, settings: Settings) -> list[Row]:
         row = replace(row, density=density, error=case.error(result))
         if case.facts is not None:
             whole, *beside = case.facts(result)
-            row = replace(row, **whole)
-            blank = replace(row, ms=None, iqr_ms=None, density=None, error=None)
+            blank = replace(row, density=None, error=None)
             return [
-                row,
+                replace(row, **whole),
                 *(
                     replace(blank, **{**extra, "options": {**row.options, **extra["options"]}})
                     for extra in beside

@@ -262,8 +262,9 @@ def expand(method: Method, settings: Settings) -> Iterator[dict[str, Any]]:
         and name not in ROUTES
         and "impl" in method.axes
     ]
-    values = [sweeps.get(name, AXIS_DEFAULTS.get(name, [None])) for name in others]
     fixed = settings.fixed if "impl" in method.axes else {}
+    defaults = {**AXIS_DEFAULTS, **{name: [value] for name, value in fixed.items()}}
+    values = [sweeps.get(name, defaults.get(name, [None])) for name in others]
     for route in routes:
         for chosen in itertools.product(*values):
             options = {"inputs": settings.inputs, **route, **fixed}

@@ -128,6 +128,7 @@ class QuantizedQKV:
         lengths: int64 [N], live rows a block.
         tokens: T.
         rotated: whether the integers of Q and K are in the rotated basis.
+        biased: False promises that `key_bias` is zero for every token before T.
     """
 
     query: Tensor
@@ -151,6 +152,7 @@ class QuantizedQKV:
     lengths: Tensor
     tokens: int
     rotated: bool = False
+    biased: bool = True
 
     def __post_init__(self) -> None:
         batch, _, rows, _ = self.query.shape

@@ -66,7 +66,7 @@ def run(
     bias = normalise_key_bias(key_bias, query.shape[0], query.shape[2], key.shape[1], key)
     with nan_filled_allocations():
         return run_kernel(
-            *tensors, plan, summaries, scale, bias, tail, kv_splits, return_lse
+            *tensors, plan, summaries, scale, bias, tail, kv_splits, "native", return_lse
         )
 
 
@@ -247,7 +247,7 @@ def test_wide_list_entries():
     """Lists of 32-bit block numbers, as of 32,768 key blocks and more."""
     tensors = make_qkv(1, 130, 2, 64, dtype=HALF)
     plan = plan_from_mask(random_mask(1, 2, 130, 130), query_tokens=130, key_tokens=130)
-    options = (summaries_of(tensors), 0.125, None, "query", 1, True)
+    options = (summaries_of(tensors), 0.125, None, "query", 1, "native", True)
     narrow = run_kernel(*tensors, plan, *options)
     wide = run_kernel(*tensors, replace(plan, indices=plan.indices.int()), *options)
     assert wide[0].equal(narrow[0]) and wide[1].equal(narrow[1])
@@ -264,7 +264,7 @@ def test_operator_keeps_its_promises(layout: str, return_lse: bool):
     stored = (summaries.keys, summaries.values, summaries.log_mass, None)
     for rest, bias in (((None,) * 4, None), (stored, torch.randn(1, 1, 70))):
         for kv_splits in (1, 2):
-            options = (0.125, "query", kv_splits, False, return_lse)
+            options = (0.125, "query", kv_splits, False, "native", return_lse)
             arguments = (*tensors, *lists, *rest, bias, *options)
             torch.library.opcheck(
                 operator, arguments, test_utils=("test_schema", "test_faketensor")

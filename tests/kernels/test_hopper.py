@@ -89,6 +89,7 @@ def launcher(
     return_lse: bool = False,
     parents: int = 0,
     scale: float = 0.1,
+    precision: str = "native",
     layout: str = "contiguous",
 ):
     """Return a call of the kernel on zeros of [B, T, H, D]."""
@@ -107,7 +108,7 @@ def launcher(
         rows = torch.zeros(blocks, dtype=torch.int32) if parents else None
         summaries = BlockSummaries(keys, keys, mass, rows)
     bias = torch.zeros(batch, 1, tokens) if biased else None
-    options = (scale, bias, tail, 1, return_lse)
+    options = (scale, bias, tail, 1, precision, return_lse)
     return lambda: run_kernel(*tensors, plan, summaries, *options, hopper=True)
 
 
@@ -128,16 +129,27 @@ def resource_usage(cubin: bytes, folder: Path) -> dict[str, int]:
         {},
         {"biased": True, "return_lse": True, "parents": 17},
         {"shape": (1, 200, 2, 64), "dtype": torch.float16, "tail": "none", "return_lse": True},
+        {"precision": "fp8"},
+        {
+            "shape": (1, 200, 2, 64),
+            "precision": "fp8",
+            "biased": True,
+            "return_lse": True,
+            "parents": 17,
+        },
     ],
-    ids=["plain", "everything", "lists_only"],
+    ids=["plain", "everything", "lists_only", "fp8", "fp8_everything"],
 )
 def test_compiles(record_launches, compile_launch, tmp_path: Path, options: dict[str, Any]):
-    unions, attention = record_launches(launcher(**options))
-    compile_launch(unions, "sm_90")
+    *before, attention = record_launches(launcher(**options))
+    for launch in before:
+        compile_launch(launch, "sm_90")
     compiled = compile_launch(attention, "sm_90")
     ptx = compiled.asm["ptx"]
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "mbarrier", "setmaxnreg"):
         assert instruction in ptx, instruction
+    if options.get("precision") == "fp8":
+        assert ptx.count(".f32.e4m3.e4m3") == ptx.count("wgmma.mma_async.sync")
     assert resource_usage(compiled.asm["cubin"], tmp_path)["STACK"] <= STACK_BYTES
 
 
@@ -150,10 +162,11 @@ def test_nothing_compiles_again_for_other_sizes_and_options(record_launches):
         {"return_lse": True},
         {"biased": True},
         {"parents": 3},
+        {"precision": "fp8"},
     ]
     for kind in kinds:
         first = variants(1, 64, 1, 64, scale=1.0, **kind)
-        assert len(first) == 2
+        assert len(first) == (8 if "precision" in kind else 2)
         for shape in ((1, 1, 1, 64), (2, 65, 3, 64), (3, 131, 7, 64), (1, 1024, 16, 64)):
             for scale in (-1.0, 0.0, 16.0):
                 assert variants(*shape, scale=scale, **kind) == first, (kind, shape, scale)
@@ -195,6 +208,7 @@ def test_reasons():
         )
 
     assert why() == why(key_bias=True) == why(parents=17) == why(key_heads=2) == ""
+    assert why(precision="fp8") == ""
     assert why(tail="none", return_lse=True, batch=3, head_dim=64, dtype=torch.float16) == ""
     for changes, word in (
         ({"capability": (8, 0)}, "compute capability (9, 0)"),

@@ -34,19 +34,21 @@ from solspark.ops import _dispatch
 from solspark.ops import pool as pool_ops
 from solspark.ops import score_blocks as score_ops
 from solspark.ops import select_blocks as select_ops
-from solspark.ops.block_sparse_attention import block_sparse_attention
+from solspark.ops.block_sparse_attention import PRECISIONS, block_sparse_attention
 from solspark.ops.pool import pool
 from solspark.ops.score_blocks import score_blocks, thresholds
 from solspark.ops.select_blocks import select_blocks
 from solspark.plan.select import plan_sol
 from solspark.reference.block_sparse_attention import block_sparse_attention as reference
 from solspark.reference.pool import pool as reference_pool
+from solspark.reference.quantize_fp8 import fp8_attention_inputs
 from solspark.testing import (
     assert_close_to_oracle,
     make_qkv,
     nan_filled_allocations,
     poison_free_memory,
     random_mask,
+    video_activations,
 )
 from solspark.types import AttentionCall, block_count
 
@@ -328,6 +330,100 @@ def test_extreme_inputs(impl: str, dtype: torch.dtype):
     check(impl, tensors, everything, None, tail="none")
 
 
+# FP8
+
+
+def check_fp8(
+    tensors: Tensors, plan: BlockPlan, summaries: BlockSummaries | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Judge by attention on the rounded inputs: only probabilities may be rounded beyond."""
+    found = attend("hopper", tensors, plan, summaries, precision="fp8", **options)
+    bias = normalise_key_bias(options.pop("key_bias", None), *key_shape(tensors), tensors[1])
+    if bias is not None:
+        dead = (bias == -math.inf).transpose(1, 2)[..., None]
+        tensors = (tensors[0], *(item.masked_fill(dead, 0.0) for item in tensors[1:]))
+    *rounded, summaries = fp8_attention_inputs(*tensors, summaries)
+    if summaries is not None:
+        summaries = replace(
+            summaries, keys=summaries.keys.double(), values=summaries.values.double()
+        )
+    out, lse = reference(
+        *(item.double() for item in rounded), plan, summaries=summaries, key_bias=bias,
+        return_lse=True, **options,
+    )  # fmt: skip
+    # Three bits of mantissa: at most 2^-4 of a probability; sums of 22 bits on the tensor cores.
+    assert float((found[0] - out).norm()) <= 0.04 * float(out.norm())
+    some = lse > -math.inf
+    assert some.equal(found[1] > -math.inf)
+    torch.testing.assert_close(found[1][some], lse[some].float(), rtol=1e-5, atol=1e-4)
+    return found
+
+
+def key_shape(tensors: Tensors) -> tuple[int, int, int]:
+    return tensors[0].shape[0], tensors[0].shape[2], tensors[1].shape[1]
+
+
+@pytest.fixture
+def fp8_device() -> None:
+    obstacles = why_not("hopper")
+    if obstacles:
+        pytest.skip("; ".join(obstacles))
+
+
+@pytest.mark.usefixtures("fp8_device")
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 128), (torch.float16, 64)], ids=str)
+def test_fp8_tails_and_lengths(dtype: torch.dtype, dim: int):
+    for tail in ("none", "query"):
+        for query_tokens, key_tokens in ((1, 1), (63, 64), (65, 331), (331, 65), (1001, 503)):
+            tensors = qkv(2, query_tokens, 3, dim, key_tokens=key_tokens, dtype=dtype)
+            found = check_fp8(tensors, random_plan(tensors), summaries_of(tensors, tail), tail=tail)
+            again = attend(
+                "hopper", tensors, random_plan(tensors), summaries_of(tensors, tail), tail=tail,
+                precision="fp8",
+            )  # fmt: skip
+            assert same(found, again)
+
+
+@pytest.mark.usefixtures("fp8_device")
+def test_fp8_finds_each_value_in_its_place():
+    """One key takes all of a row's weight; its value names the key."""
+    key = 30.0 * torch.eye(128, device=DEVICE).bfloat16().view(1, 128, 1, 128)
+    value = torch.zeros(1, 128, 1, 128, device=DEVICE, dtype=torch.bfloat16)
+    places = torch.arange(128, device=DEVICE)
+    value[0, places, 0, places.flip(0)] = 1.0
+    plan = plan_of(torch.ones(1, 1, 2, 2, dtype=torch.bool), (key, key, value))
+    out, _ = attend("hopper", (key, key, value), plan, None, precision="fp8")
+    assert out.equal(value)
+
+
+@pytest.mark.usefixtures("fp8_device")
+def test_fp8_options():
+    tensors = qkv(2, 700, 4, 128, key_heads=2, dtype=torch.bfloat16)
+    scaled = (tensors[0] * 3, tensors[1] * torch.tensor([[1.0], [40.0]], device=DEVICE), tensors[2])
+    check_fp8((scaled[0], scaled[1].bfloat16(), scaled[2]), random_plan(tensors), None)
+    tensors = qkv(2, 700, 3, 128, dtype=torch.bfloat16, layout="fused")
+    plan = random_plan(tensors, 0.6)
+    bias = torch.randn(2, 3, 700, device=DEVICE)
+    bias[0, :, 64:128] = bias[0, :, 5:9] = bias[0, :, 640:] = -math.inf
+    for scale in (-0.1, 0.0, 0.3):
+        check_fp8(tensors, plan, summaries_of(tensors, bias=bias), key_bias=bias, scale=scale)
+    first = tensors[1][:, :640].reshape(2, 10, 64, 3, 128)
+    keys = torch.stack([first.mean(2), first[:, :, 3]], 1).transpose(2, 3)
+    keys = torch.cat([keys, keys[:, :, :, :1]], 3)
+    mass = torch.randn(keys.shape[:4], device=DEVICE)
+    rows = torch.tensor([0, 1] * 5 + [1], dtype=torch.int32, device=DEVICE)
+    check_fp8(tensors, plan, BlockSummaries(keys, keys * 0.01, mass, rows))
+
+
+@pytest.mark.usefixtures("fp8_device")
+def test_fp8_on_video_activations():
+    """The bar of low precision: 3 % of relative L2 against the result in the input type."""
+    activations = video_activations("h3-5s", heads=[0, 1, 2, 3, 4], device=DEVICE)
+    exact = sol_attn(*activations, topk_ratio=0.1, impl="hopper").double()
+    found = sol_attn(*activations, topk_ratio=0.1, impl="hopper", precision="fp8")
+    assert float((found - exact).norm() / exact.norm()) < 0.03
+
+
 # Lengths, memory around the tensors, strides
 
 
@@ -601,13 +697,14 @@ def test_operators_keep_their_promises():
         for lse in (False, True):
             holds(
                 attention_ops.operator,
-                *tensors, *lists, *stored, bias, 0.1, "query", 2, False, lse,
+                *tensors, *lists, *stored, bias, 0.1, "query", 2, False, "native", lse,
             )  # fmt: skip
             if "hopper" in served():
-                holds(
-                    attention_ops.operator,
-                    *tensors, *lists, *stored, bias, 0.1, "query", 1, True, lse,
-                )  # fmt: skip
+                for precision in PRECISIONS:
+                    holds(
+                        attention_ops.operator,
+                        *tensors, *lists, *stored, bias, 0.1, "query", 1, True, precision, lse,
+                    )  # fmt: skip
     means, keys = normal(1, 2, 5, 128, seed=0, dtype=torch.float32), normal(1, 2, 7, 128, seed=1)
     moments = means[:, :, 0].contiguous()
     holds(score_ops._score_operator, means, keys, 0.1)

@@ -15,6 +15,7 @@ from solspark.ops import block_sparse_attention as module
 from solspark.ops.block_sparse_attention import TAILS, block_sparse_attention
 from solspark.ops.pool import pool
 from solspark.reference.block_sparse_attention import block_sparse_attention as reference
+from solspark.reference.quantize_fp8 import fp8_attention_inputs
 from solspark.testing import (
     LAYOUTS,
     PeakMemory,
@@ -301,6 +302,43 @@ def test_gradients_of_partial_blocks(tail: str) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("tail", ["query", "block", "none"])
+def test_fp8_is_attention_on_rounded_inputs(tail: str) -> None:
+    query, key, value = make_qkv(2, 331, 4, 64, key_heads=2, dtype=torch.bfloat16)
+    summaries = None if tail == "none" else summaries_of(key, value)
+    plan = plan_from_mask(random_mask(2, 4, 331, 331), query_tokens=331, key_tokens=331)
+    options: dict[str, Any] = {"tail": tail, "return_lse": True, "key_bias": torch.randn(2, 331)}
+    call = block_sparse_attention
+    found = call(query, key, value, plan, summaries=summaries, precision="fp8", **options)
+    *rounded, summaries8 = fp8_attention_inputs(query, key, value, summaries)
+    expected = call(*rounded, plan, summaries=summaries8, **options)
+    assert found[0].equal(expected[0]) and found[1].equal(expected[1])
+    exact = call(query, key, value, plan, summaries=summaries, **options)[0].double()
+    assert 0.005 < float((found[0] - exact).norm() / exact.norm()) < 0.06
+
+
+def test_fp8_rounds_one_number_as_e4m3_does() -> None:
+    """Three bits of mantissa, a power of two as scale, each head and channel its own."""
+    ones = torch.ones(1, 2, 1, 8)
+    plan = plan_from_mask(torch.ones(1, 1, 1, 1, dtype=torch.bool), query_tokens=2, key_tokens=2)
+    value = torch.tensor([1.0, 1.06, 1.07, 17.0, 500.0, 3e-9, 0.0, -0.3]).expand(1, 2, 1, 8)
+    out = block_sparse_attention(ones, ones, value, plan, precision="fp8")
+    nearest = [1.0, 1.0, 1.125, 16.0, 512.0, 3e-9, 0.0, -0.3125]
+    torch.testing.assert_close(out[0, 0, 0], torch.tensor(nearest), rtol=0.05, atol=0)
+    assert out[0, 0, 0, [0, 1, 2, 3, 4, 6, 7]].tolist() == nearest[:5] + nearest[6:]
+
+
+def test_fp8_masked_keys_have_no_effect_whatever_they_hold() -> None:
+    query, key, value = make_qkv(1, 200, 2, 64)
+    plan = plan_from_mask(random_mask(1, 2, 200, 200), query_tokens=200, key_tokens=200)
+    keep = torch.arange(200) % 3 != 0
+    options: dict[str, Any] = {"key_bias": keep, "precision": "fp8"}
+    clean = [item.masked_fill(~keep[:, None, None], 0.0) for item in (key, value)]
+    dirty = [item.masked_fill(~keep[:, None, None], math.nan) for item in (key, value)]
+    expected = block_sparse_attention(query, *clean, plan, **options)
+    assert block_sparse_attention(query, *dirty, plan, **options).equal(expected)
+
+
 def test_inputs_are_left_alone_and_results_repeat() -> None:
     tensors = make_qkv(1, 331, 3, 64, dtype=torch.bfloat16)
     before = [item.clone() for item in tensors]
@@ -369,6 +407,8 @@ def test_bad_arguments_are_named() -> None:
         call(query, key, value, plan, summaries=wrong)
     with pytest.raises(ValueError, match=r"kv_splits: expected an int >= 1, got 0"):
         call(query, key, value, plan, kv_splits=0)
+    with pytest.raises(ValueError, match=r"precision: expected one of 'native', 'fp8', got 'int8'"):
+        call(query, key, value, plan, precision="int8")
     with pytest.raises(ValueError, match=r"scale: expected a finite number, got inf"):
         call(query, key, value, plan, scale=math.inf)
     with pytest.raises(TypeError, match=r"return_lse: expected a bool, got 1"):

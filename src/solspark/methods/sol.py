@@ -11,7 +11,7 @@ from torch import Tensor
 
 from solspark import _checks
 from solspark.ops import _dispatch
-from solspark.ops.block_sparse_attention import TAILS, block_sparse_attention
+from solspark.ops.block_sparse_attention import PRECISIONS, TAILS, block_sparse_attention
 from solspark.ops.pool import Pooled, pool
 from solspark.plan.select import budget, count_candidates, plan_sol
 from solspark.types import BLOCK, AttentionCall, BlockSummaries, CallRecord, block_count
@@ -60,6 +60,7 @@ def sol_attn(
     local_radius: int = 1,
     force_local_blocks: bool | int | None = None,
     kv_splits: int = 1,
+    precision: str = "native",
     return_lse: bool = False,
     return_stats: bool = False,
     impl: str | None = None,
@@ -98,6 +99,9 @@ def sol_attn(
         local_radius: r >= 0 makes the blocks |i - j| <= r exact; -1 none.
         force_local_blocks: the older spelling: True is radius 1, False is -1; an int is the radius.
         kv_splits: attend in that many contiguous ranges of key blocks and merge.
+        precision: "native", or "fp8": after planning in the input type, queries, keys, values and
+            means are rounded to e4m3, half the bytes. On compute capability 9.0 a kernel of its own
+            serves it; elsewhere it is exact arithmetic on the rounded numbers, and no faster.
         return_lse: also return the log of the denominator.
         return_stats: also return SolStats.
         impl: "eager", "triton" or "hopper" for the attention, and for planning where it has one of
@@ -123,6 +127,7 @@ def sol_attn(
     sink_ranges = _sink_ranges(tokens, sink_start, sink_tokens, sinks)
     dense_ranges = _checks.check_ranges("dense_queries", dense_queries or (), tokens)
     _checks.check_int("kv_splits", kv_splits, 1)
+    _checks.check_choice("precision", precision, PRECISIONS)
     scale = _checks.resolve_scale(scale, head_dim)
     tau = _checks.check_float("tau", tau, finite=False)
     if topk_ratio is not None:
@@ -150,6 +155,7 @@ def sol_attn(
         key_bias=bias is not None,
         return_lse=return_lse,
         kv_splits=kv_splits,
+        precision=precision,
         requires_grad=_dispatch.needs_grad(query, key, value),
     )
     # Ask before planning, so that a refusal comes before any work.
@@ -165,6 +171,7 @@ def sol_attn(
         local_radius=radius,
         tail=tail,
         kv_splits=kv_splits,
+        precision=precision,
         return_lse=return_lse,
         impl=impl,
     )
@@ -226,6 +233,7 @@ class _Options:
     local_radius: int
     tail: str
     kv_splits: int
+    precision: str
     return_lse: bool
     impl: str | None
 
@@ -266,6 +274,7 @@ def _attend(
         key_bias=key_bias,
         tail=options.tail,
         kv_splits=options.kv_splits,
+        precision=options.precision,
         return_lse=options.return_lse,
         impl=options.impl,
     )

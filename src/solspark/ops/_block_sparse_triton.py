@@ -33,6 +33,7 @@ def _launch(
     tail: str,
     kv_splits: int,
     hopper: bool,
+    precision: str,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Launch a kernel; without `return_lse` the LSE comes back empty."""
@@ -43,6 +44,11 @@ def _launch(
         from solspark.kernels.hopper.block_sparse_attention import launch_block_sparse_attention
 
         query, key, value = (_begin_aligned(tensor) for tensor in (query, key, value))
+        if precision == "fp8":
+            from solspark.kernels.quantize_fp8 import launch_quantize_fp8
+
+            with torch.cuda.device_of(query):
+                options["fp8"] = launch_quantize_fp8(query, key, value, summaries)
     else:
         from solspark.kernels.block_sparse_attention import launch_block_sparse_attention
 
@@ -82,6 +88,7 @@ def run_kernel(
     key_bias: Tensor | None,
     tail: str,
     kv_splits: int,
+    precision: str,
     return_lse: bool,
     hopper: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -104,9 +111,12 @@ def run_kernel(
     bias = None if key_bias is None else key_bias.float().contiguous()
     if hopper and bias is not None:
         # Its matrix products read values as they lie in memory, and 0 * NaN is NaN.
-        value = value.masked_fill((bias == -math.inf).transpose(1, 2)[..., None], 0.0)
+        dead = (bias == -math.inf).transpose(1, 2)[..., None]
+        value = value.masked_fill(dead, 0.0)
+        if precision == "fp8":
+            key = key.masked_fill(dead, 0.0)  # a head's scale comes from all of its keys
     launch = _triton.entry(operator, _launch)
-    options = (scale, tail, kv_splits, hopper, return_lse)
+    options = (scale, tail, kv_splits, hopper, precision, return_lse)
     return launch(query, key, value, *lists, *stored, bias, *options)
 
 
@@ -118,6 +128,8 @@ def triton_reasons(call: AttentionCall) -> list[str]:
     found = _triton.obstacles(call, dtypes=HALF)
     if call.tail == "block8x8":
         found.append('it has no "block8x8" tail')
+    if call.precision != "native":
+        found.append(f'it has no "{call.precision}" precision')
     return found
 
 

@@ -13,13 +13,17 @@ from solspark import _checks
 from solspark.ops import _dispatch
 from solspark.ops._block_sparse_triton import hopper_reasons, run_kernel, triton_reasons
 from solspark.reference.merge import log_of_sum, merge
+from solspark.reference.quantize_fp8 import fp8_attention_inputs
 from solspark.reference.select_blocks import unpack_bits
 from solspark.types import BLOCK, BlockPlan, BlockSummaries, block_count
 
-__all__ = ["TAILS", "block_sparse_attention"]
+__all__ = ["PRECISIONS", "TAILS", "block_sparse_attention"]
 
 TAILS = ("query", "block", "block8x8", "none")
 """How skipped blocks enter: per query row, per query block, per 8 rows and keys, or not."""
+
+PRECISIONS = ("native", "fp8")
+"""What the products are made of: numbers of the input type, or of e4m3."""
 
 HEAD_BYTES = 64 * 2**20
 """Accumulation-type copy of K and V of the heads in flight (one head at least)."""
@@ -45,6 +49,7 @@ def block_sparse_attention(
     key_bias: Tensor | None = None,
     tail: str = "query",
     kv_splits: int = 1,
+    precision: str = "native",
     return_lse: bool = False,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -73,6 +78,9 @@ def block_sparse_attention(
         tail: "query", "block", "block8x8" or "none" (as without summaries).
         kv_splits: contiguous ranges of key blocks attended one by one and merged; an empty range is
             fine.
+        precision: "native", or "fp8": queries, keys, values and summaries are rounded to e4m3, with
+            one scale a query block, key head and value channel. Inputs are finite then, but for
+            keys of bias -inf, and summaries lie within the hulls of keys and values.
         return_lse: also return the log of the denominator.
         impl: "eager", "triton", "hopper" or None for the best that can serve.
 
@@ -86,8 +94,8 @@ def block_sparse_attention(
 
     Numerics:
         Products, softmax and sums in float32 (float64 for float64), one rounding of the output. An
-        implementation for a GPU may round the probabilities to the input type before the product
-        with the values.
+        implementation for a GPU may round the probabilities to the input type, with "fp8" to e4m3,
+        before the product with the values.
 
     Source: Sol-Attn sections 1.4, 1.7 and 1.8; Spark section 5.
     """
@@ -119,6 +127,7 @@ def block_sparse_attention(
     scale = _checks.resolve_scale(scale, head_dim)
     bias = _checks.normalise_key_bias(key_bias, batch, heads, key_tokens, key)
     _checks.check_int("kv_splits", kv_splits, 1)
+    _checks.check_choice("precision", precision, PRECISIONS)
     _checks.check_bool("return_lse", return_lse)
     query, key, value = (_checks.last_dim_contiguous(item) for item in (query, key, value))
 
@@ -130,13 +139,14 @@ def block_sparse_attention(
         key_bias=bias is not None,
         return_lse=return_lse,
         kv_splits=kv_splits,
+        precision=precision,
         aligned=_aligned(query, key, value),
         requires_grad=_dispatch.needs_grad(query, key, value)
         or (summaries is not None and _dispatch.needs_grad(summaries.keys, summaries.values)),
     )
     choice = _dispatch.pick("block_sparse_attention", call, impl)
     out, lse = choice.run(
-        query, key, value, plan, summaries, scale, bias, tail, kv_splits, return_lse
+        query, key, value, plan, summaries, scale, bias, tail, kv_splits, precision, return_lse
     )
     choice.record(plan.counts, plan.counts.numel() * plan.key_blocks)  # summed when read
     return (out, lse) if return_lse else out
@@ -254,9 +264,15 @@ def _eager(
     key_bias: Tensor | None,
     tail: str,
     kv_splits: int,
+    precision: str,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attend, inside a compiled graph as one node of it (which has no backward)."""
+    if precision == "fp8":
+        if key_bias is not None:
+            dead = (key_bias == -math.inf).transpose(1, 2)[..., None]
+            key, value = key.masked_fill(dead, 0.0), value.masked_fill(dead, 0.0)
+        query, key, value, summaries = fp8_attention_inputs(query, key, value, summaries)
     if not torch.compiler.is_compiling():
         return _attend(query, key, value, plan, summaries, scale, key_bias, tail, kv_splits)
     stored = (None, None, None, None)

@@ -13,6 +13,10 @@ its next tile are issued back to back, so that the tensor cores do not wait betw
 once, each K and V block of a union once, every summary once per program (once per query block where
 parents differ).
 
+With FP8 the operands are those of `kernels/quantize_fp8.py`, half the bytes: the scales of Q and K
+go into the exponent and that of V into the output; the probabilities are rounded to e4m3 in the
+registers in which the scores lie, since V's tiles have their keys in that order.
+
 Every warpgroup waits for and releases every ring position, also those it skips: phases would
 otherwise run apart.
 """
@@ -35,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...types import BLOCK, BlockPlan, BlockSummaries
+from ..quantize_fp8 import Fp8Operands
 from .union_lists import launch_union_lists
 
 GROUP = 3
@@ -65,7 +70,7 @@ def _fill(desc, head, row, position, bufs, full, empty, STAGES: gl.constexpr, BY
 def _producer(
     desc, summary_desc, bufs, full, empty, entry_row, parent_ptr, block0, last_block, heads, head,
     kv_head, passes, tiles, count,
-    STAGES: gl.constexpr, BYTES: gl.constexpr, BLOCK_T: gl.constexpr,
+    STAGES: gl.constexpr, BYTES: gl.constexpr, ROWS: gl.constexpr,
     HAS_PARENTS: gl.constexpr, TAIL: gl.constexpr,
 ):
     position = 0
@@ -75,10 +80,10 @@ def _producer(
             if HAS_PARENTS:
                 row = gl.load(parent_ptr + gl.minimum(block0 + p, last_block)) * heads + head
             for t in range(tiles):
-                _fill(summary_desc, row, t * BLOCK_T, position, bufs, full, empty, STAGES, BYTES)
+                _fill(summary_desc, row, t * ROWS, position, bufs, full, empty, STAGES, BYTES)
                 position += 1
     for e in range(count):
-        start = (gl.load(entry_row + e) >> 4) * BLOCK_T
+        start = (gl.load(entry_row + e) >> 4) * ROWS
         _fill(desc, kv_head, start, position, bufs, full, empty, STAGES, BYTES)
         position += 1
 
@@ -97,12 +102,16 @@ def _scores(
 
 @gluon.jit
 def _probabilities(
-    s, m, denominator, acc, scale_log2, SL: gl.constexpr, OL: gl.constexpr, SCALED: gl.constexpr
+    s, m, denominator, acc, scale_log2, SL: gl.constexpr, OL: gl.constexpr, SCALED: gl.constexpr,
+    FP8: gl.constexpr,
 ):
     # Raw scores are scaled inside the exponent, one fused multiply-add an element.
     top = gl.max(s, 1)
     if not SCALED:
         top = top * scale_log2
+    if FP8:
+        # Probabilities up to 256 use the eight bits' range; the denominator carries the factor.
+        top = top - 8.0
     m_next = gl.maximum(m, top)
     if SCALED:
         p = gl.exp2(s - m_next[:, None])
@@ -118,11 +127,18 @@ def _probabilities(
 def _weigh(
     p, v_bufs, position, v_full, acc,
     BLOCK_T: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PL: gl.constexpr,
+    FP8: gl.constexpr,
 ):
     st, phase = _slot(position, STAGES)
-    pb = gl.convert_layout(p.to(v_bufs.dtype), PL)
+    if FP8:
+        # The keys of V's tiles are stored in the order in which a thread holds its scores.
+        pb = p.to(v_bufs.dtype).reshape([BLOCK_T, BLOCK_T // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4))
+        pb = gl.convert_layout(pb.reshape([BLOCK_T, BLOCK_T]), PL, assert_trivial=True)
+        v = v_bufs.index(st).reshape([D, BLOCK_T]).permute((1, 0))
+    else:
+        pb = gl.convert_layout(p.to(v_bufs.dtype), PL)
+        v = v_bufs.index(st).reshape([BLOCK_T, D])
     mbarrier.wait(v_full.index(st), phase)
-    v = v_bufs.index(st).reshape([BLOCK_T, D])
     return warpgroup_mma(pb, v, acc, is_async=True)
 
 
@@ -175,13 +191,14 @@ def _consumer(
     W: gl.constexpr, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
     entry_row, count_row, bits_base, lm_base, bias_row, parent_ptr, o_base, lse_base,
     block0, query_blocks, query_tokens, key_tokens, key_blocks, words, passes, tiles, count,
-    smp, sot, slt, scale_log2,
+    smp, sot, slt, scale_log2, q_scale_row, k_scale, v_scale_row,
     STAGES: gl.constexpr, BLOCK_T: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_LSE: gl.constexpr, HAS_PARENTS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_LSE: gl.constexpr, HAS_PARENTS: gl.constexpr, FP8: gl.constexpr,
 ):
-    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 16])
-    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    PL: gl.constexpr = gl.DotOperandLayout(0, OL, 2)
+    STEP: gl.constexpr = 32 if FP8 else 16
+    SL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, STEP])
+    OL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, STEP])
+    PL: gl.constexpr = gl.DotOperandLayout(0, OL, STEP // 8)
     block = block0 + W
     row = gl.minimum(block, query_blocks - 1)
     m = gl.full([BLOCK_T], LOWEST, gl.float32, gl.SliceLayout(1, SL))
@@ -190,6 +207,8 @@ def _consumer(
     own = gl.load(count_row + row)
     if block >= query_blocks:
         own = 0
+    if FP8:
+        scale_log2 = scale_log2 * gl.load(q_scale_row + row) * gl.load(k_scale)
     mbarrier.wait(q_full, 0)
     q = q_bufs.index(W).reshape([BLOCK_T, D])
     base = 0
@@ -213,9 +232,11 @@ def _consumer(
                     _release(base + t, k_empty, STAGES)
                     s = s * scale_log2 + column[None, :]
                     prob, m, denominator, acc = _probabilities(
-                        s, m, denominator, acc, scale_log2, SL, OL, True
+                        s, m, denominator, acc, scale_log2, SL, OL, True, FP8
                     )
-                    acc_next = _weigh(prob, v_bufs, base + t, v_full, acc, BLOCK_T, D, STAGES, PL)
+                    acc_next = _weigh(
+                        prob, v_bufs, base + t, v_full, acc, BLOCK_T, D, STAGES, PL, FP8
+                    )
                     s_next = _scores(q, k_bufs, base + t + 1, k_full, BLOCK_T, D, STAGES, SL)
                     acc = warpgroup_mma_wait(1, deps=(acc_next,))
                     _release(base + t, v_empty, STAGES)
@@ -224,10 +245,10 @@ def _consumer(
                 _release(base + tiles - 1, k_empty, STAGES)
                 s = s * scale_log2 + column[None, :]
                 prob, m, denominator, acc = _probabilities(
-                    s, m, denominator, acc, scale_log2, SL, OL, True
+                    s, m, denominator, acc, scale_log2, SL, OL, True, FP8
                 )
                 acc_next = _weigh(
-                    prob, v_bufs, base + tiles - 1, v_full, acc, BLOCK_T, D, STAGES, PL
+                    prob, v_bufs, base + tiles - 1, v_full, acc, BLOCK_T, D, STAGES, PL, FP8
                 )
                 acc = warpgroup_mma_wait(0, deps=(acc_next,))
                 _release(base + tiles - 1, v_empty, STAGES)
@@ -254,9 +275,11 @@ def _consumer(
                     s, start, bias_row, key_tokens, scale_log2, BLOCK_T, SL, HAS_BIAS
                 )
             prob, m, denominator, acc = _probabilities(
-                s, m, denominator, acc, scale_log2, SL, OL, HAS_BIAS
+                s, m, denominator, acc, scale_log2, SL, OL, HAS_BIAS, FP8
             )
-            acc_next = _weigh(prob, v_bufs, base + here, v_full, acc, BLOCK_T, D, STAGES, PL)
+            acc_next = _weigh(
+                prob, v_bufs, base + here, v_full, acc, BLOCK_T, D, STAGES, PL, FP8
+            )
             while ((entry >> W) & 1) == 0:
                 e += 1
                 entry = gl.load(entry_row + e)
@@ -278,9 +301,9 @@ def _consumer(
             s, (entry >> 4) * BLOCK_T, bias_row, key_tokens, scale_log2, BLOCK_T, SL, HAS_BIAS
         )
         prob, m, denominator, acc = _probabilities(
-            s, m, denominator, acc, scale_log2, SL, OL, HAS_BIAS
+            s, m, denominator, acc, scale_log2, SL, OL, HAS_BIAS, FP8
         )
-        acc_next = _weigh(prob, v_bufs, base + e, v_full, acc, BLOCK_T, D, STAGES, PL)
+        acc_next = _weigh(prob, v_bufs, base + e, v_full, acc, BLOCK_T, D, STAGES, PL, FP8)
         acc = warpgroup_mma_wait(0, deps=(acc_next,))
         _release(base + e, v_empty, STAGES)
         e += 1
@@ -293,6 +316,8 @@ def _consumer(
     acc = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, OL))[:, None]
     offs_m = block * BLOCK_T + gl.arange(0, BLOCK_T, gl.SliceLayout(1, OL))
     offs_d = gl.arange(0, D, gl.SliceLayout(0, OL))
+    if FP8:
+        acc = acc * gl.load(v_scale_row + offs_d)[None, :]
     where = o_base + offs_m.to(gl.int64)[:, None] * sot + offs_d[None, :]
     gl.store(where, acc.to(o_base.dtype.element_ty), mask=(offs_m < query_tokens)[:, None])
     if HAS_LSE:
@@ -311,20 +336,20 @@ _FREE = [
 # The alignment of what is read a value at a time changes from sample to sample.
 _UNALIGNED = [
     "lse_ptr", "bias_ptr", "bits_ptr", "count_ptr", "lm_ptr", "parent_ptr", "entry_ptr",
-    "union_ptr",
+    "union_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr",
 ]
 
 
 @gluon.jit(do_not_specialize=_FREE, do_not_specialize_on_alignment=_UNALIGNED)
 def block_sparse_attention_kernel(
     q_desc, k_desc, v_desc, ks_desc, vs_desc, o_ptr, lse_ptr, bias_ptr, bits_ptr, count_ptr, lm_ptr,
-    parent_ptr, entry_ptr, union_ptr,
+    parent_ptr, entry_ptr, union_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr,
     groups, heads, group, query_tokens, key_tokens, query_blocks, key_blocks, words, width, tiles,
     scale_log2,
     sot: gl.int64, soh: gl.int64, slt: gl.int64, slh: gl.int64, sbh: gl.int64,
     smp: gl.int64, smh: gl.int64, sph: gl.int64, sch: gl.int64,
     D: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr, TAIL: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_LSE: gl.constexpr, HAS_PARENTS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_LSE: gl.constexpr, HAS_PARENTS: gl.constexpr, FP8: gl.constexpr,
 ):
     W0: gl.constexpr = 0
     W1: gl.constexpr = 1
@@ -338,7 +363,11 @@ def block_sparse_attention_kernel(
 
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, [3, 1, BLOCK_T, D], q_desc.layout)
     k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, BLOCK_T, D], k_desc.layout)
-    v_bufs = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, BLOCK_T, D], v_desc.layout)
+    V_ROWS: gl.constexpr = D if FP8 else BLOCK_T
+    V_WIDTH: gl.constexpr = BLOCK_T if FP8 else D
+    v_bufs = gl.allocate_shared_memory(
+        v_desc.dtype, [STAGES, 1, V_ROWS, V_WIDTH], v_desc.layout
+    )
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -380,6 +409,10 @@ def block_sparse_attention_kernel(
     bias_row = bias_ptr + head64 * sbh
     o_base = o_ptr + head64 * soh
     lse_base = lse_ptr + head64 * slh
+    kv_head = head // group
+    q_scale_row = q_scale_ptr + head * query_blocks
+    k_scale = k_scale_ptr + kv_head
+    v_scale_row = v_scale_ptr + kv_head * D
     gl.warp_specialize(
         [
             (
@@ -388,8 +421,8 @@ def block_sparse_attention_kernel(
                     W0, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty, entry_row,
                     count_row, bits_base, lm_base, bias_row, parent_ptr, o_base, lse_base, block0,
                     query_blocks, query_tokens, key_tokens, key_blocks, words, passes, tiles, count,
-                    smp, sot, slt, scale_log2, STAGES, BLOCK_T, D, TAIL, HAS_BIAS, HAS_LSE,
-                    HAS_PARENTS,
+                    smp, sot, slt, scale_log2, q_scale_row, k_scale, v_scale_row, STAGES, BLOCK_T,
+                    D, TAIL, HAS_BIAS, HAS_LSE, HAS_PARENTS, FP8,
                 ),
             ),
             (
@@ -398,8 +431,8 @@ def block_sparse_attention_kernel(
                     W1, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty, entry_row,
                     count_row, bits_base, lm_base, bias_row, parent_ptr, o_base, lse_base, block0,
                     query_blocks, query_tokens, key_tokens, key_blocks, words, passes, tiles, count,
-                    smp, sot, slt, scale_log2, STAGES, BLOCK_T, D, TAIL, HAS_BIAS, HAS_LSE,
-                    HAS_PARENTS,
+                    smp, sot, slt, scale_log2, q_scale_row, k_scale, v_scale_row, STAGES, BLOCK_T,
+                    D, TAIL, HAS_BIAS, HAS_LSE, HAS_PARENTS, FP8,
                 ),
             ),
             (
@@ -408,15 +441,15 @@ def block_sparse_attention_kernel(
                     W2, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty, entry_row,
                     count_row, bits_base, lm_base, bias_row, parent_ptr, o_base, lse_base, block0,
                     query_blocks, query_tokens, key_tokens, key_blocks, words, passes, tiles, count,
-                    smp, sot, slt, scale_log2, STAGES, BLOCK_T, D, TAIL, HAS_BIAS, HAS_LSE,
-                    HAS_PARENTS,
+                    smp, sot, slt, scale_log2, q_scale_row, k_scale, v_scale_row, STAGES, BLOCK_T,
+                    D, TAIL, HAS_BIAS, HAS_LSE, HAS_PARENTS, FP8,
                 ),
             ),
             (
                 _producer,
                 (
                     k_desc, ks_desc, k_bufs, k_full, k_empty, entry_row, parent_ptr, block0,
-                    last_block, heads, head, head // group, passes, tiles, count, STAGES, BYTES,
+                    last_block, heads, head, kv_head, passes, tiles, count, STAGES, BYTES,
                     BLOCK_T, HAS_PARENTS, TAIL,
                 ),
             ),
@@ -424,8 +457,8 @@ def block_sparse_attention_kernel(
                 _producer,
                 (
                     v_desc, vs_desc, v_bufs, v_full, v_empty, entry_row, parent_ptr, block0,
-                    last_block, heads, head, head // group, passes, tiles, count, STAGES, BYTES,
-                    BLOCK_T, HAS_PARENTS, TAIL,
+                    last_block, heads, head, kv_head, passes, tiles, count, STAGES, BYTES,
+                    V_ROWS, HAS_PARENTS, TAIL,
                 ),
             ),
         ],
@@ -434,11 +467,12 @@ def block_sparse_attention_kernel(
     )
 
 
-def _descriptor(x: Tensor, tokens_first: bool) -> TensorDescriptor:
-    """Describe [L, H, D] (tokens first) or [R, N, D] as (row, tokens, D), a box of one block."""
+def _descriptor(x: Tensor, tokens_first: bool, rows: int = BLOCK) -> TensorDescriptor:
+    """Describe [L, H, D] (tokens first) or [R, L, D] as (row, tokens, D), a box of `rows` tokens."""
     dim = x.shape[-1]
+    size = x.element_size()
     layout = gl.NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=x.element_size() * 8, rank=3
+        swizzle_byte_width=min(128, dim * size), element_bitwidth=8 * size, rank=3
     )
     view = x.transpose(0, 1) if tokens_first else x
     # The stride of a dimension of one is free; TMA wants it aligned all the same.
@@ -446,7 +480,33 @@ def _descriptor(x: Tensor, tokens_first: bool) -> TensorDescriptor:
         stride if length > 1 else dim
         for stride, length in zip(view.stride()[:2], view.shape, strict=False)
     ]
-    return TensorDescriptor(view, list(view.shape), [*strides, 1], [1, BLOCK, dim], layout)
+    return TensorDescriptor(view, list(view.shape), [*strides, 1], [1, rows, dim], layout)
+
+
+Descriptors = tuple[TensorDescriptor, ...]
+
+
+def _half_descriptors(
+    query: Tensor, key: Tensor, value: Tensor, summaries: BlockSummaries | None, sample: int
+) -> Descriptors:
+    """Describe Q, K, V and the summaries' keys and values of a sample, in the input type."""
+    q_desc, k_desc, v_desc = (_descriptor(x[sample], True) for x in (query, key, value))
+    if summaries is None:
+        return q_desc, k_desc, v_desc, k_desc, v_desc
+    stored = (x[sample].flatten(0, 1) for x in (summaries.keys, summaries.values))
+    return q_desc, k_desc, v_desc, *(_descriptor(x, False) for x in stored)
+
+
+def _fp8_descriptors(operands: Fp8Operands, sample: int) -> Descriptors:
+    """Describe the FP8 operands of a sample in the same order; V in tiles of [D, 64]."""
+    dim = operands.query.shape[3]
+    q_desc, k_desc = (_descriptor(x[sample], False) for x in (operands.query, operands.key))
+    v_desc = _descriptor(operands.value[sample].flatten(1, 2), False, dim)
+    if operands.summary_keys is None or operands.summary_values is None:
+        return q_desc, k_desc, v_desc, k_desc, v_desc
+    ks_desc = _descriptor(operands.summary_keys[sample].flatten(0, 1), False)
+    tiles = operands.summary_values[sample].flatten(0, 1).flatten(1, 2)
+    return q_desc, k_desc, v_desc, ks_desc, _descriptor(tiles, False, dim)
 
 
 def launch_block_sparse_attention(
@@ -459,13 +519,15 @@ def launch_block_sparse_attention(
     *,
     scale: float,
     return_lse: bool,
+    fp8: Fp8Operands | None = None,
     num_stages: int = 5,
 ) -> tuple[Tensor, Tensor | None]:
     """Enqueue the attention, a launch a sample; return out [B, Lq, H, D], LSE [B, Lq, H] or None.
 
     Base pointers and strides are 16-byte aligned, last strides 1, scale > 0; the tail, if there are
     summaries, is per query. bias: float32 [B, 1 or H, Lk], natural log, or None; values of keys
-    with bias -inf are finite, since the matrix product reads them from memory as they are.
+    with bias -inf are finite, since the matrix product reads them from memory as they are. fp8: the
+    rounded query, key, value and summaries, to be read in their place.
     """
     batch, query_tokens, heads, dim = query.shape
     key_tokens, key_heads = key.shape[1], key.shape[2]
@@ -477,19 +539,22 @@ def launch_block_sparse_attention(
     entries, union_counts = launch_union_lists(plan, GROUP)
     groups = union_counts.shape[2]
     for b in range(batch):
-        k_desc, v_desc = _descriptor(key[b], True), _descriptor(value[b], True)
-        ks_desc, vs_desc, mass, parents, mass_strides = k_desc, v_desc, plan.counts, None, (0, 0)
+        if fp8 is None:
+            descriptors = _half_descriptors(query, key, value, summaries, b)
+            scales = (out, out, out)
+        else:
+            descriptors = _fp8_descriptors(fp8, b)
+            scales = (fp8.query_scale[b], fp8.key_scale[b], fp8.value_scale[b])
+        mass, parents, mass_strides = plan.counts, None, (0, 0)
         if summaries is not None:
-            ks_desc = _descriptor(summaries.keys[b].flatten(0, 1), False)
-            vs_desc = _descriptor(summaries.values[b].flatten(0, 1), False)
             mass, parents = summaries.log_mass[b], summaries.parents
             mass_strides = (mass.stride(0), mass.stride(1))
         bias_b = bias[b] if bias is not None else None
         block_sparse_attention_kernel[(groups * heads,)](
-            _descriptor(query[b], True), k_desc, v_desc, ks_desc, vs_desc, out[b],
+            *descriptors, out[b],
             lse[b] if lse is not None else out, bias_b if bias_b is not None else out,
             plan.bits[b], plan.counts[b], mass, parents if parents is not None else plan.counts,
-            entries[b], union_counts[b],
+            entries[b], union_counts[b], *scales,
             groups, heads, heads // key_heads, query_tokens, key_tokens, plan.query_blocks, nk,
             plan.bits.shape[3], entries.shape[3], triton.cdiv(nk, BLOCK), scale * LOG2E.value,
             out.stride(1), out.stride(2), heads, 1,
@@ -497,6 +562,6 @@ def launch_block_sparse_attention(
             plan.bits.stride(1), plan.counts.stride(1),
             D=dim, BLOCK_T=BLOCK, STAGES=num_stages, TAIL=summaries is not None,
             HAS_BIAS=bias is not None, HAS_LSE=return_lse, HAS_PARENTS=parents is not None,
-            num_warps=4,
+            FP8=fp8 is not None, num_warps=4,
         )
     return out, lse

@@ -282,11 +282,12 @@ def test_the_kernel_and_flex_agree_on_a_selection():
 @pytest.mark.parametrize("tiles", list(itertools.product((32, 64, 128), (16, 32, 64))), ids=str)
 def test_every_tile_that_nests_in_a_block(tiles, monkeypatch):
     from solspark.kernels import quantized_attention as kernels
+    from solspark.kernels.quantized_tile import Config
 
     query, key, value = tensors(970)
     mask = selection(970)
     want = quantized_attention(query, key, value, attn_mask=expanded(mask, 970), impl="triton")
-    monkeypatch.setattr(kernels, "choose_config", lambda *args: (*tiles, 4, 2))
+    monkeypatch.setattr(kernels, "choose_config", lambda *args: Config(*tiles, 4, 2))
     got = quantized_attention(query, key, value, block_mask=mask, impl="triton")
     assert_one_ulp(got, want)
 

@@ -12,8 +12,11 @@ import torch.nn.functional as F
 from solspark.router import Platform, Selection, SelectorSpec, select_adaptive
 from solspark.router.backends.flex import ordered_lists, prepare_flex, selection_mask
 
-# Inductor itself still touches torch.jit when it is loaded.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+# Inductor itself still touches torch.jit when it is loaded; dynamo instantiates autograd functions.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning"),
+]
 
 COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ on the CPU")
 
@@ -86,6 +89,47 @@ def test_selection_on_the_gpu(tokens):
     assert (sparse - want).abs().max().item() <= max(4 * floor, 2e-3)
     dense = F.scaled_dot_product_attention(q, k, v)
     assert (sparse - dense).abs().max().item() > 20 * max(floor, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "lengths", [(1, 1), (63, 65), (129, 127), (1001, 503), (18_200, 18_200)], ids=str
+)
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "key mask"])
+def test_lengths_that_are_no_multiple_of_a_tile(lengths, masked):
+    torch._dynamo.reset()
+    rows, columns = lengths
+    q, k, v = tensors(max(lengths), device="cuda")
+    q, k, v = q[:, :, :rows], k[:, :, :columns], v[:, :, :columns]
+    mask = None
+    if masked:
+        mask = torch.rand(1, 1, 1, columns, device="cuda") > 0.3
+        mask[..., 0] = True
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    assert (flex()(q, k, v, mask) - want).abs().max() < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_token_mask_with_more_than_2_31_entries(kind):
+    """47,000 squared passes an int32: the last rows are looked up where it would have wrapped."""
+    torch._dynamo.reset()
+    tokens = 47_000
+    q, k, v = tensors(tokens, heads=1, device="cuda", dtype=torch.bfloat16)
+    place = torch.arange(tokens, device="cuda")
+    mask = (place[:, None] * 5 + place) % 7 < 3
+    if kind == "float":
+        mask = torch.where(mask, 0.0, -1e4).to(torch.bfloat16)
+    out = flex()(q, k, v, mask)
+    rows = torch.tensor([0, 1, 23_500, 45_691, 46_341, 46_998, 46_999], device="cuda")
+    want = F.scaled_dot_product_attention(
+        *(x.float() for x in (q[:, :, rows], k, v)),
+        attn_mask=mask[rows] if kind == "bool" else mask[rows].float(),
+    )
+    dense = F.scaled_dot_product_attention(*(x.float() for x in (q[:, :, rows], k, v)))
+    error = (out[:, :, rows].float() - want).norm() / want.norm()
+    assert error < 0.02 < (dense - want).norm() / want.norm()
 
 
 @pytest.mark.gpu

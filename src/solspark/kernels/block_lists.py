@@ -27,8 +27,8 @@ def block_lists_kernel(
     smc: tl.int64,
     CHUNK: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    bh = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) % rows
+    bh = (tl.program_id(0) // rows).to(tl.int64)
     line = (bh // heads) * smb + (bh % heads) * smh + row * smr
     out = (bh * rows + row) * columns
     kept = 0
@@ -50,7 +50,8 @@ def launch_block_lists(mask: Tensor) -> tuple[Tensor, Tensor]:
     batch, heads, rows, columns = mask.shape
     counts = torch.empty(batch, heads, rows, device=mask.device, dtype=torch.int32)
     indices = torch.empty(batch, heads, rows, columns, device=mask.device, dtype=torch.int32)
-    block_lists_kernel[(rows, batch * heads)](
+    # One axis: the others end at 65,535, which batch * heads of small frames can pass.
+    block_lists_kernel[(rows * batch * heads,)](
         mask, indices, counts, heads, rows, columns, *mask.stride(), CHUNK=1024, num_warps=4
     )
     return counts, indices

@@ -223,12 +223,12 @@ def test_operators_keep_their_promises(block_tokens):
     anchor, key, value = make(torch.bfloat16, 3, device="cuda")
     switches = ("tensorcore", "stored", "full", 0.1, block_tokens)
     torch.library.opcheck(
-        reweight_module._launch, (anchor, key, value, *switches), test_utils=checks
+        reweight_module._operator, (anchor, key, value, *switches), test_utils=checks
     )
     means = torch.randn(2, 3, 9, 64, device="cuda")
     ranges = torch.tensor([[0, 4], [4, 9]], dtype=torch.int32, device="cuda")
     torch.library.opcheck(
-        anchors_module._launch, (means, ranges, torch.bfloat16), test_utils=checks
+        anchors_module._operator, (means, ranges, torch.bfloat16), test_utils=checks
     )
 
 

@@ -95,19 +95,23 @@ def _block_ranges(ranges: Ranges, device: torch.device) -> Tensor:
 
 
 def _run_triton(query_means: Tensor, ranges: Ranges, dtype: torch.dtype) -> Tensor:
-    """Enter through the custom op, so that torch.compile keeps one node."""
-    return _launch(query_means, _block_ranges(ranges, query_means.device), dtype)
+    """Launch; inside a compiled graph through the operator."""
+    launch = _triton.entry(_operator, _launch)
+    return launch(query_means, _block_ranges(ranges, query_means.device), dtype)
 
 
-@torch.library.custom_op("solspark::anchors", mutates_args=())
 def _launch(query_means: Tensor, ranges: Tensor, dtype: torch.dtype) -> Tensor:
     """Launch the Triton kernel."""
     from solspark.kernels.anchors import launch_anchors
 
-    return launch_anchors(query_means, ranges, dtype)
+    with torch.cuda.device_of(query_means):
+        return launch_anchors(query_means, ranges, dtype)
 
 
-@_launch.register_fake
+_operator = torch.library.custom_op("solspark::anchors", _launch, mutates_args=())
+
+
+@_operator.register_fake
 def _(query_means, ranges, dtype):
     batch, heads, _, dim = query_means.shape
     return query_means.new_empty((batch, ranges.shape[0], heads, dim), dtype=dtype)

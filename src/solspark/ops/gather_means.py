@@ -75,21 +75,31 @@ def _run_eager(
     return y, means.to(dtype)
 
 
-@torch.library.custom_op("solspark::gather_means", mutates_args=())
 def _launch(
     x: Tensor, permutation: Tensor, blocks: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Launch the Triton kernel."""
     from solspark.kernels.gather_means import launch_gather_means
 
-    return launch_gather_means(x, permutation, blocks, dtype)
+    with torch.cuda.device_of(x):
+        return launch_gather_means(x, permutation, blocks, dtype)
 
 
-@_launch.register_fake
+_operator = torch.library.custom_op("solspark::gather_means", _launch, mutates_args=())
+
+
+@_operator.register_fake
 def _(x, permutation, blocks, dtype):
     batch, _, heads, dim = x.shape
     y = x.new_empty(x.shape)
     return y, x.new_empty((batch, heads, blocks, dim), dtype=dtype)
+
+
+def _run_triton(
+    x: Tensor, permutation: Tensor, blocks: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Launch; inside a compiled graph through the operator."""
+    return _triton.entry(_operator, _launch)(x, permutation, blocks, dtype)
 
 
 def _triton_reasons(call: AttentionCall) -> list[str]:
@@ -97,4 +107,4 @@ def _triton_reasons(call: AttentionCall) -> list[str]:
 
 
 register("gather_means", "eager", never_declines, _run_eager)
-register("gather_means", "triton", _triton_reasons, _launch)
+register("gather_means", "triton", _triton_reasons, _run_triton)

@@ -95,7 +95,6 @@ def _run_eager(
     return keys, values, means, *reweight(anchors, keys, values, impl="eager", **options)
 
 
-@torch.library.custom_op("solspark::gather_reweight", mutates_args=())
 def _launch(
     anchors: Tensor,
     key: Tensor,
@@ -109,19 +108,23 @@ def _launch(
     """Launch the Triton kernel."""
     from solspark.kernels.gather_reweight import launch_gather_reweight
 
-    return launch_gather_reweight(
-        anchors,
-        key,
-        value,
-        permutation,
-        summary_math=summary_math,
-        logmass_key=logmass_key,
-        reweight_components=reweight_components,
-        scale=scale,
-    )
+    with torch.cuda.device_of(key):
+        return launch_gather_reweight(
+            anchors,
+            key,
+            value,
+            permutation,
+            summary_math=summary_math,
+            logmass_key=logmass_key,
+            reweight_components=reweight_components,
+            scale=scale,
+        )
 
 
-@_launch.register_fake
+_operator = torch.library.custom_op("solspark::gather_reweight", _launch, mutates_args=())
+
+
+@_operator.register_fake
 def _(anchors, key, value, permutation, summary_math, logmass_key, reweight_components, scale):
     batch, tokens, heads, dim = key.shape
     blocks = block_count(tokens)
@@ -137,8 +140,8 @@ def _(anchors, key, value, permutation, summary_math, logmass_key, reweight_comp
 
 
 def _run_triton(anchors: Tensor, key: Tensor, value: Tensor, permutation: Tensor, **options):
-    """Enter through the custom op, so that torch.compile keeps one node."""
-    return _launch(anchors, key, value, permutation, **options)
+    """Launch; inside a compiled graph through the operator."""
+    return _triton.entry(_operator, _launch)(anchors, key, value, permutation, **options)
 
 
 def _triton_reasons(call: AttentionCall) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from solspark.errors import UnsupportedError
-from solspark.ops import _dispatch
+from solspark.ops import _dispatch, _triton
 from solspark.ops._reblock_eager import run_eager
 from solspark.ops._reblock_triton import option_reasons, run_triton, triton_reasons
 from solspark.reference.hierarchy import CapacityHierarchy, capacity_hierarchy
@@ -159,7 +159,7 @@ def reblock(
             )
         squares = squares.reshape(trees, tokens)
     choice = _choose(describe_call(trees, tokens, dim, samples), call.options, impl)
-    permutation, inverse = _grow(
+    permutation, inverse = _triton.entry(_operator, _grow)(
         call.samples,
         call.fitting,
         call.excluded,
@@ -274,7 +274,6 @@ def _choose(call: AttentionCall, options: ReblockOptions, impl: str | None) -> _
     return replace(chosen, declined=() if impl else (("triton", obstacles),))
 
 
-@torch.library.custom_op("solspark::reblock", mutates_args=())
 def _grow(
     samples: Tensor,
     fitting: Tensor | None,
@@ -291,27 +290,31 @@ def _grow(
 
     One node for torch.compile, whatever the implementation; options travel as text.
     """
-    run = run_triton if implementation == "triton" else run_eager
-    order = run(
-        samples,
-        fitting,
-        excluded,
-        input_inverse_norms,
-        squares,
-        TokenGrid(*grid),
-        _options_of(options),
-    )
-    if implementation == "triton":
-        from solspark.kernels.reblock import launch_finish
+    with torch.cuda.device_of(samples):
+        run = run_triton if implementation == "triton" else run_eager
+        order = run(
+            samples,
+            fitting,
+            excluded,
+            input_inverse_norms,
+            squares,
+            TokenGrid(*grid),
+            _options_of(options),
+        )
+        if implementation == "triton":
+            from solspark.kernels.reblock import launch_finish
 
-        permutation, inverse = launch_finish(order, index_dtype, return_inverse)
-    else:
-        permutation = order.to(index_dtype, copy=True)
-        inverse = invert(permutation) if return_inverse else None
-    return permutation, permutation.new_empty(0) if inverse is None else inverse
+            permutation, inverse = launch_finish(order, index_dtype, return_inverse)
+        else:
+            permutation = order.to(index_dtype, copy=True)
+            inverse = invert(permutation) if return_inverse else None
+        return permutation, permutation.new_empty(0) if inverse is None else inverse
 
 
-@_grow.register_fake
+_operator = torch.library.custom_op("solspark::reblock", _grow, mutates_args=())
+
+
+@_operator.register_fake
 def _(
     samples,
     fitting,

@@ -227,7 +227,6 @@ def _summarise(
     return ak, av, lm
 
 
-@torch.library.custom_op("solspark::reweight", mutates_args=())
 def _launch(
     anchors: Tensor,
     key: Tensor,
@@ -241,19 +240,23 @@ def _launch(
     """Launch the Triton kernel."""
     from solspark.kernels.reweight import launch_reweight
 
-    return launch_reweight(
-        anchors,
-        key,
-        value,
-        summary_math=summary_math,
-        logmass_key=logmass_key,
-        reweight_components=reweight_components,
-        scale=scale,
-        block_tokens=block_tokens,
-    )
+    with torch.cuda.device_of(key):
+        return launch_reweight(
+            anchors,
+            key,
+            value,
+            summary_math=summary_math,
+            logmass_key=logmass_key,
+            reweight_components=reweight_components,
+            scale=scale,
+            block_tokens=block_tokens,
+        )
 
 
-@_launch.register_fake
+_operator = torch.library.custom_op("solspark::reweight", _launch, mutates_args=())
+
+
+@_operator.register_fake
 def _(anchors, key, value, summary_math, logmass_key, reweight_components, scale, block_tokens):
     batch, tokens, heads, dim = key.shape
     shape = (batch, anchors.shape[1], heads, block_count(tokens, block_tokens))
@@ -262,8 +265,8 @@ def _(anchors, key, value, summary_math, logmass_key, reweight_components, scale
 
 
 def _run_triton(anchors: Tensor, key: Tensor, value: Tensor, **options) -> tuple[Tensor, ...]:
-    """Enter through the custom op, so that torch.compile keeps one node."""
-    return _launch(anchors, key, value, **options)
+    """Launch; inside a compiled graph through the operator."""
+    return _triton.entry(_operator, _launch)(anchors, key, value, **options)
 
 
 def _triton_reasons(call: AttentionCall) -> list[str]:

@@ -49,6 +49,9 @@ DTYPES = {
     "float32": torch.float32,
 }
 
+ATTENTION = ("block_sparse_attention", "sol_int8")
+"""Operations that attend in a sparse layer: the table of a run says what served them."""
+
 app = typer.Typer(
     name="solspark",
     help="Sparse attention for video diffusion transformers.",
@@ -173,6 +176,13 @@ def generate_command(
     dense_backend: Annotated[
         str | None, typer.Option(help="Attention backend of diffusers for dense calls.")
     ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="Of the sparse calls: native, or int8 with --method sol.")
+    ] = None,
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option(help="With int8: project so many rows at a time, never hold Q, K and V."),
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option(
@@ -198,6 +208,8 @@ def generate_command(
             dense_layers=dense_layers,
             min_tokens=min_tokens,
             dense_backend=dense_backend,
+            precision=precision,
+            chunk_tokens=chunk_tokens,
             extra=dict(_named_value(text) for text in option or ()),
         )
         with _terminable(), _step_display() as progress:
@@ -310,6 +322,12 @@ def explain_command(
     key_bias: Annotated[bool, typer.Option("--key-bias", help="With a bias a key.")] = False,
     lse: Annotated[bool, typer.Option("--lse", help="Return the log-sum-exp.")] = False,
     kv_splits: Annotated[int, typer.Option(help="Splits of the key loop.")] = 1,
+    precision: Annotated[
+        str, typer.Option(help="native, or int8, whose tail is taken once a query block.")
+    ] = "native",
+    chunk_tokens: Annotated[
+        int | None, typer.Option(help="With int8: rows of the QKV projection at a time.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what would serve one call and why, and what it is expected to cost.
@@ -332,6 +350,7 @@ def explain_command(
             key_bias=key_bias,
             return_lse=lse,
             kv_splits=kv_splits,
+            precision=precision,
         )
         cost = estimate(
             call,
@@ -339,6 +358,7 @@ def explain_command(
             tau=tau,
             sink_tokens=sink_tokens,
             local_radius=local_radius,
+            chunk_tokens=chunk_tokens,
         )
         served = explain(call)
         if as_json:
@@ -351,6 +371,8 @@ def explain_command(
             print(json.dumps(record))
             return
         _print_served(served, f"what would serve {_call_words(call)}")
+        if precision == "int8":
+            out.print(_int8_words(call, served, chunk_tokens), soft_wrap=True, highlight=False)
         table = Table("expected", "value", title="cost (not measured)", title_justify="left")
         table.add_row("density", f"{cost.density:.1%}: {cost.density_source}")
         table.add_row("dense work", f"{cost.dense_flops / 1e12:.3g} TFLOP")
@@ -359,8 +381,31 @@ def explain_command(
         table.add_row("output", _size(cost.output_bytes))
         table.add_row("summaries", _size(cost.summary_bytes))
         table.add_row("plan", _size(cost.plan_bytes))
+        if cost.operand_bytes:
+            table.add_row("INT8 operands", _size(cost.operand_bytes))
         table.add_row("memory above the inputs", _size(cost.workspace_bytes))
+        table.add_row("Q, K and V themselves", _size(cost.held_bytes))
         out.print(table)
+
+
+def _int8_words(call: AttentionCall, served: list[Served], chunk_tokens: int | None) -> str:
+    """Say what an INT8 call does, and whether the installers have loud channels mended."""
+    if chunk_tokens is None:
+        source = "INT8 from Q, K and V: read twice, to measure and to quantise."
+    else:
+        passes = -(-call.query_tokens // chunk_tokens)
+        source = (
+            f"INT8 from the QKV projection in {passes} chunks of {chunk_tokens} rows: projected "
+            "twice in a layer's first sparse call, which measures, and once in later ones; "
+            "Q, K and V are never held."
+        )
+    best = next(item.implementation for item in served if item.operation == "qkv_producer")
+    mended = [
+        f"{item.operation.partition(', ')[2]}: {'no' if best in dict(item.declined) else 'yes'}"
+        for item in served
+        if item.operation.startswith("qkv_producer, ")
+    ]
+    return f"{source} Channels in the installers, unless told otherwise: {', '.join(mended)}."
 
 
 @contextmanager
@@ -435,6 +480,10 @@ def _described_call(
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}; got {dtype!r}")
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device: expected auto, cpu or cuda; got {device!r}")
+    if shape["precision"] not in ("native", "int8"):
+        raise ValueError(f"precision: expected native or int8; got {shape['precision']!r}")
+    if shape["precision"] == "int8" and shape["tail"] == "query":
+        shape["tail"] = "block"
     if shape["tail"] not in ("query", "block", "block8x8", "none"):
         raise ValueError(
             f"tail: expected one of query, block, block8x8, none; got {shape['tail']!r}"
@@ -519,10 +568,11 @@ def _print_runs(report: dict[str, Any]) -> None:
         table.add_column(name, justify="left" if name in ("method", "served by") else "right")
     for label, run in report["runs"].items():
         names = {
-            layer["implementations"]["block_sparse_attention"]
+            layer["implementations"][operation]
             for step in run["steps"]
             for layer in step["layers"]
-            if layer["path"] == "sparse"
+            for operation in ATTENTION
+            if layer["path"] == "sparse" and operation in layer["implementations"]
         }
         table.add_row(
             label,

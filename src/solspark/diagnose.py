@@ -16,11 +16,26 @@ import torch
 
 from . import ops
 from .ops import _dispatch
+from .ops.qkv_producer import variant
 from .types import BLOCK, AttentionCall, block_count
 
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "numpy")
 FLOAT32_INPUTS = frozenset({"anchors", "metric_factor", "select_blocks"})
 """Operations that read means, moments or scores: float32 (or float64) whatever the attention's."""
+
+INT8_OPERATIONS = (
+    ("qkv_producer", ""),
+    ("qkv_producer", variant(rotate=True, balance=False)),
+    ("qkv_producer", variant(rotate=False, balance=True)),
+    ("sol_int8", ""),
+)
+"""What an INT8 call runs, and the kinds that its operations have."""
+
+INT8_ROW_BYTES = 8
+"""Of the scales of a token's Q and K; the integers of Q, K and V are a byte a channel."""
+
+INT8_ROUTE_BYTES = 96 * 2**20
+"""Scores of block pairs that routing holds at one time, where a head's are no more."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,9 @@ class Estimate:
         output_bytes: of the result (and the LSE, if asked for).
         summary_bytes: of the block means of K and V and the query means.
         plan_bytes: of scores, packed bits and lists.
+        operand_bytes: of INT8 operands, and of the chunk that they are made from.
+        held_bytes: of Q, K and V in the input type, none where they are streamed; not part of the
+            memory above the inputs.
     """
 
     density: float
@@ -65,6 +83,8 @@ class Estimate:
     output_bytes: int
     summary_bytes: int
     plan_bytes: int
+    operand_bytes: int = 0
+    held_bytes: int = 0
 
     @property
     def flops(self) -> float:
@@ -74,7 +94,7 @@ class Estimate:
     @property
     def workspace_bytes(self) -> int:
         """Memory above the inputs."""
-        return self.output_bytes + self.summary_bytes + self.plan_bytes
+        return self.output_bytes + self.summary_bytes + self.plan_bytes + self.operand_bytes
 
 
 def environment() -> dict[str, Any]:
@@ -126,8 +146,11 @@ def explain(call: AttentionCall) -> list[Served]:
         call: shapes, dtype and device of the call; the device need not be in this machine.
 
     Returns:
-        One record an operation, in the order of `operations()`.
+        One record an operation, in the order of `operations()`; with `precision` "int8" those that
+        such a call runs, and their variants.
     """
+    if call.precision == "int8":
+        return [_explain_int8(*item, call) for item in INT8_OPERATIONS]
     return [_explain_operation(operation, call) for operation in operations()]
 
 
@@ -138,6 +161,7 @@ def estimate(
     tau: float = 1.0,
     sink_tokens: int = 0,
     local_radius: int = 1,
+    chunk_tokens: int | None = None,
 ) -> Estimate:
     """Estimate density, work and memory of one `sol_attn` call.
 
@@ -148,17 +172,19 @@ def estimate(
     (at most a 64th of dense), 2 B H N_q N_k D for the scores.
 
     Args:
-        call: shapes and dtype; `tail` and `return_lse` count.
+        call: shapes and dtype; `tail`, `return_lse` and `precision` count.
         topk_ratio: share of candidate blocks read exactly; None routes by `tau`.
         tau: standard deviations above the mean score.
         sink_tokens: tokens at the end that every query reads exactly.
         local_radius: band |i - j| <= r read exactly, -1 for none.
+        chunk_tokens: rows of the QKV projection that INT8 streams at a time; None holds all.
 
     Returns:
         The estimate; the figures are expectations, not measurements.
 
     Raises:
-        ValueError: a ratio outside (0, 1], a tau that is not finite, sinks outside 0..L_k.
+        ValueError: a ratio outside (0, 1], a tau that is not finite, sinks outside 0..L_k, or what
+            INT8 does not serve.
 
     Source: spec/sol-bf16.md 1.9 and 1.10.
     """
@@ -168,6 +194,7 @@ def estimate(
         raise ValueError(f"tau: expected a finite number, got {tau!r}")
     if not 0 <= sink_tokens <= call.key_tokens:
         raise ValueError(f"sink_tokens: expected 0..{call.key_tokens}, got {sink_tokens!r}")
+    _check_int8(call, local_radius, chunk_tokens)
     rows, columns = block_count(call.query_tokens), block_count(call.key_tokens)
     sinks = columns - (call.key_tokens - sink_tokens) // BLOCK if sink_tokens else 0
     candidates = columns - sinks
@@ -197,6 +224,18 @@ def estimate(
     width = columns if topk_ratio is None else min(columns, math.ceil(exact) + 1)
     lists = rows * (width * (2 if columns < 32768 else 4) + 4 + 4 * math.ceil(columns / 32))
     means = columns * call.head_dim * element * (2 if call.tail != "none" else 1) * call.parents
+    held = 3 * heads * call.key_tokens * call.head_dim * element
+    operands = 0
+    plan = heads * (rows * columns * 4 + lists)
+    if call.precision == "int8":
+        # Means of Q and K in float32, sums of V in bfloat16, and both means once more in INT8.
+        means = columns * (call.head_dim * (4 + 2 + 2) + 8)
+        operands = heads * columns * BLOCK * (3 * call.head_dim + INT8_ROW_BYTES)
+        if chunk_tokens is not None:
+            held = 0
+            operands += 3 * heads * min(chunk_tokens, call.key_tokens) * call.head_dim * element
+        scores = max(rows * columns * 4, min(heads * rows * columns * 4, INT8_ROUTE_BYTES))
+        plan = scores + heads * rows * (columns * (2 if columns < 32768 else 4) + 4)
     return Estimate(
         density=density,
         density_source=source,
@@ -208,7 +247,9 @@ def estimate(
         * call.query_tokens
         * (call.head_dim * element + (4 if call.return_lse else 0)),
         summary_bytes=heads * (means + rows * call.head_dim * 4),
-        plan_bytes=heads * (rows * columns * 4 + lists),
+        plan_bytes=plan,
+        operand_bytes=operands,
+        held_bytes=held,
     )
 
 
@@ -228,6 +269,37 @@ def _explain_operation(operation: str, call: AttentionCall) -> Served:
         else:
             passed_over.append(name)
     return Served(operation, chosen, tuple(declined), tuple(passed_over))
+
+
+def _check_int8(call: AttentionCall, local_radius: int, chunk_tokens: int | None) -> None:
+    """Refuse what the INT8 calls have no argument for, and chunks without them."""
+    if call.precision != "int8":
+        if chunk_tokens is not None:
+            raise ValueError(f"chunk_tokens: {chunk_tokens!r} needs precision 'int8'")
+        return
+    if chunk_tokens is not None and (chunk_tokens < BLOCK or chunk_tokens % BLOCK):
+        raise ValueError(f"chunk_tokens: expected a multiple of {BLOCK}, got {chunk_tokens!r}")
+    fixed = {
+        "head_dim": (call.head_dim, 128),
+        "key_tokens": (call.key_tokens, call.query_tokens),
+        "key_heads": (call.key_heads, call.heads),
+        "batch": (call.batch, 1 if chunk_tokens is not None else call.batch),
+        "local_radius": (local_radius, 1),
+        "parents": (call.parents, 1),
+        "kv_splits": (call.kv_splits, 1),
+        "return_lse": (call.return_lse, False),
+    }
+    for name, (value, wanted) in fixed.items():
+        if value != wanted:
+            raise ValueError(f"{name}: expected {wanted} with precision 'int8', got {value!r}")
+    if call.tail not in ("block", "none"):
+        raise ValueError(f"tail: expected block or none with precision 'int8', got {call.tail!r}")
+
+
+def _explain_int8(operation: str, kind: str, call: AttentionCall) -> Served:
+    """Ask every implementation of one operation about one kind of call."""
+    served = _explain_operation(operation, replace(call, variant=kind))
+    return replace(served, operation=f"{operation}, {kind}") if kind else served
 
 
 def _version(package: str) -> str | None:

@@ -81,9 +81,75 @@ def test_explain_prints_density_work_and_memory():
     assert "memory above the inputs" in result.stdout
 
 
+def test_explain_says_what_int8_does():
+    asked = "explain --tokens 73584 --topk-ratio 0.1 --sink-tokens 1008 --precision int8"
+    found = invoke(f"{asked} --chunk-tokens 4096 --device cuda --capability 9.0")
+    assert found.exit_code == 0, found.output
+    assert "in 18 chunks of 4096 rows: projected twice in a layer's first" in found.stdout
+    assert "Q, K and V are never held" in found.stdout
+    assert "qkv_producer, rotated" in found.stdout and "sol_int8" in found.stdout
+    assert "block_sparse_attention" not in found.stdout
+    whole = invoke(f"{asked} --device cpu")
+    assert "INT8 from Q, K and V" in whole.stdout
+    assert "unless told otherwise: rotated: yes, balanced: yes." in whole.stdout
+    streamed, held = (
+        json.loads(invoke(f"{asked} --device cpu --json {more}").stdout)["estimate"]
+        for more in ("--chunk-tokens 4096", "")
+    )
+    assert held["held_bytes"] == 3 * 73584 * 56 * 128 * 2 and streamed["held_bytes"] == 0
+    # A byte a channel of Q, K and V, two scales a row; and the chunk, the only bfloat16 there is.
+    rows = 1150 * 64 * 56
+    assert held["operand_bytes"] == rows * (3 * 128 + 8)
+    assert streamed["operand_bytes"] == held["operand_bytes"] + 3 * 4096 * 56 * 128 * 2
+    assert (
+        sum(streamed[f"{part}_bytes"] for part in ("output", "summary", "plan", "operand"))
+        == (streamed["workspace_bytes"])
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (
+            "explain --tokens 64 --precision fp4",
+            "solspark explain: precision: expected native or int8; got 'fp4'",
+        ),
+        (
+            "explain --tokens 64 --chunk-tokens 64",
+            "solspark explain: chunk_tokens: 64 needs precision 'int8'",
+        ),
+        (
+            "explain --tokens 64 --precision int8 --chunk-tokens 100",
+            "solspark explain: chunk_tokens: expected a multiple of 64, got 100",
+        ),
+        (
+            "explain --tokens 64 --precision int8 --head-dim 64",
+            "solspark explain: head_dim: expected 128 with precision 'int8', got 64",
+        ),
+        (
+            "explain --tokens 64 --precision int8 --tail block8x8",
+            "solspark explain: tail: expected block or none with precision 'int8', got 'block8x8'",
+        ),
+        (
+            "generate --precision int8",
+            "solspark generate: precision: expected None or 'native' with method 'spark'",
+        ),
+        (
+            "generate --method sol --chunk-tokens 256",
+            "solspark generate: chunk_tokens: 256 needs precision='int8', got 'native'",
+        ),
+        (
+            "generate --method sol --precision int8 --chunk-tokens 100",
+            "solspark generate: chunk_tokens: expected None or a multiple of 64, got 100",
+        ),
+        (
+            "generate --method sol --precision int8 --tail block8x8",
+            "solspark generate: precision: 'int8' cannot be combined with sol_tail_granularity=",
+        ),
+        (
+            "generate --method dense --precision int8",
+            "solspark generate: precision: expected no sparse option with method 'dense'",
+        ),
         (
             "explain --tokens 0",
             "solspark explain: query_tokens: expected an int >= 1, got 0",

@@ -133,6 +133,25 @@ def test_everything_exact_is_dense_to_rounding(method, extra, given, media, tmp_
     assert report["comparison"]["latents_relative_l2"] <= 64 * eps
 
 
+def test_int8_from_chunks_reaches_the_report(tmp_path, capsys):
+    words = ["--method", "sol", "--precision", "int8", "--chunk-tokens", "256", "--steps", "3"]
+    done = CliRunner().invoke(
+        cli.app, ["generate", "--out", str(tmp_path), *words], env={"COLUMNS": "160"}
+    )
+    assert done.exit_code == 0, done.output
+    assert "eager" in done.stdout and "the model's own attention" not in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["options"]["precision"], report["options"]["chunk_tokens"]) == ("int8", 256)
+    run = report["runs"]["sol"]
+    calls = run["summary"]["processor_calls"]
+    assert (calls["int8_cold"], calls["int8_primed"]) == (3, 3)
+    served = {"qkv_producer": "eager", "sol_int8": "eager"}
+    layers = [layer for step in run["steps"] for layer in step["layers"]]
+    assert [layer["implementations"] for layer in layers if layer["path"] == "sparse"] == [
+        served
+    ] * 6
+
+
 def test_an_interrupt_in_a_step_leaves_the_folder_as_it_was(tmp_path):
     (tmp_path / "report.json").write_text("earlier")
     seen = []

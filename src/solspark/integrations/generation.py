@@ -67,6 +67,8 @@ class GenerateOptions:
         dense_layers: first layers that stay dense.
         min_tokens: shortest sequence that goes sparse; None for the method's default (0 for tiny).
         dense_backend: attention backend of diffusers for the dense calls.
+        precision: "native", or "int8" for the sparse calls of Sol; None for the model's own.
+        chunk_tokens: with INT8, rows of the QKV projection streamed at a time; None holds Q, K, V.
         extra: any further option of the installer, under the installer's name.
 
     Raises:
@@ -98,6 +100,8 @@ class GenerateOptions:
     dense_layers: int | None = None
     min_tokens: int | None = None
     dense_backend: str | None = None
+    precision: str | None = None
+    chunk_tokens: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -137,7 +141,7 @@ class GenerateOptions:
     def method_options(self) -> dict[str, Any]:
         """Return the options of the sparse method that were given, under their names here."""
         names = ("preset", "topk_ratio", "tau", "tail", "warmup_ratio", "warmup_steps")
-        names += ("dense_layers", "min_tokens", "dense_backend")
+        names += ("dense_layers", "min_tokens", "dense_backend", "precision", "chunk_tokens")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return {**given, **self.extra}
 
@@ -254,6 +258,11 @@ def _sparse_arm(options: GenerateOptions) -> Arm:
     spark = options.method == "spark"
     if options.preset is not None and not spark:
         raise ValueError(f"preset: expected None with method 'sol', got {options.preset!r}")
+    if options.precision == "int8" and spark:
+        raise ValueError(
+            "precision: expected None or 'native' with method 'spark', whose order and summaries "
+            "INT8 does not have, got 'int8'"
+        )
     keywords = options.method_options()
     for name, public in (
         ("tau", "sol_tau"),

@@ -7,6 +7,7 @@ import torch
 
 from solspark.bench import plots, quality, sampled
 from solspark.bench.problems import get_problem
+from solspark.bench.quality_tables import calibration_table
 from solspark.bench.rows import Row, append_row, read_rows
 
 pytest.importorskip("matplotlib")
@@ -109,7 +110,7 @@ def test_quality_prints_the_calibration(tmp_path, capsys):
     assert 0 < recalls["given"] < recalls["reblocked"] < 1
     gap = next(item for item in rows if item.method == "skipped-mass")
     assert 0 < gap.error["median_nats"] < 10
-    table = quality.calibration_table(rows)
+    table = calibration_table(rows)
     assert table.count("|  |") == 0 and "tiny, 2 heads" in table
 
 

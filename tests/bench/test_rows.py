@@ -126,7 +126,11 @@ def test_a_command_repeats_its_rows():
 def test_quality_rows_are_repeated_by_their_own_command():
     told = {"relative_l2": 0.1, "against": "dense"}
     rows = [row(level="quality", options={"inputs": "video", "tau": 1.0}, error=told, ms=None)]
-    assert command(rows) == "solspark bench quality --problem h3-10s"
+    assert command(rows) == "solspark bench quality --only 3 --problem h3-10s"
+    rows.append(row(level="quality", options={"inputs": "video", "tau": 1.5}, gpu="cpu"))
+    assert command(rows) == "solspark bench quality --only 6 --problem h3-10s"
+    on_cpu = [replace(item, gpu="cpu") for item in rows]
+    assert command(on_cpu).endswith("--problem h3-10s --device cpu")
 
 
 def test_sections_show_figures_versions_and_the_command():
@@ -143,6 +147,38 @@ def test_sections_show_figures_versions_and_the_command():
 def test_the_headline_keeps_the_rows_that_a_reader_wants_first():
     text = section("headline problem=h3-10s", [DENSE, row(), row(method="pool", level="plan")])
     assert "`sol`" in text and "`dense-cudnn`" in text and "pool" not in text
+    # What has no row yet is named, with the command that takes it.
+    assert "Not measured yet, one attention call: `dense-flash`, " in text
+    assert "--level dit --methods dense-cudnn,dense-default,sol,spark --topk-ratio 0.1,0.2" in text
+    assert "`sol` tau=1.0" in text.partition("Not measured yet")[2]
+    failed = row(ms=None, gate="not finite")
+    text = section("headline problem=h3-10s", [DENSE, failed])
+    assert "| not finite |" in text and "`sol` topk_ratio=0.1" in text.partition("Not measured")[2]
+    nothing = section("headline problem=h3-5s", [DENSE])
+    assert nothing.startswith("*Nothing recorded yet.*") and "h3-5s --level call" in nothing
+
+
+def test_the_curve_has_a_line_for_each_method_and_a_column_for_each_budget():
+    told = {"relative_l2": 0.2772, "against": "dense"}
+    kept = {"inputs": "video", "heads": 10}
+    rows = [
+        row(level="quality", options={**kept, "topk_ratio": 0.1}, error=told, density=0.124),
+        row(level="quality", options={**kept, "topk_ratio": 0.2}, error=told, density=0.22),
+        row(level="quality", method="spark", options={**kept, "topk_ratio": 0.2}, error=told),
+        row(level="quality", options={**kept, "tau": 1.0}, error=told, density=0.27),
+        row(level="quality", options={**kept, "topk_ratio": 0.2, "tail": "none"}, error=told),
+    ]
+    assert section("curve", rows).split("\n") == [
+        "| method | problem | top-k 10% | top-k 20% |",
+        "|---|---|---|---|",
+        "| `sol` | h3-10s | 0.277 (12%) | 0.277 (22%) |",
+        "| `spark` | h3-10s |  | 0.277 (10%) |",
+        "",
+        "| method | problem | tau 1 |",
+        "|---|---|---|",
+        "| `sol` | h3-10s | 0.277 (27%) |",
+    ]
+    assert section("curve problem=h3-5s", rows) == "*Nothing recorded yet.*"
 
 
 def test_documents_are_rewritten_between_their_markers(tmp_path, capsys):

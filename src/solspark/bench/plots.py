@@ -239,6 +239,17 @@ PLOTS: tuple[Callable[[Sequence[Row], Path], list[Path]], ...] = (
 )
 
 
+def parser(program: str) -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    parse = argparse.ArgumentParser(prog=program, description=__doc__)
+    parse.add_argument("--rows", type=Path, default=Path("benchmarks"), help="folder or file")
+    parse.add_argument("--out", type=Path, default=Path("docs/figures"))
+    parse.add_argument("--route-map", metavar="PROBLEM", help="also draw a head's routes")
+    parse.add_argument("--head", type=int, default=1)
+    parse.add_argument("--topk-ratio", type=float, default=0.1)
+    return parse
+
+
 def main(argv: Sequence[str] | None = None, program: str = "solspark bench plots") -> int:
     """Draw the figures of recorded rows.
 
@@ -249,13 +260,7 @@ def main(argv: Sequence[str] | None = None, program: str = "solspark bench plots
     Returns:
         0.
     """
-    parse = argparse.ArgumentParser(prog=program, description=__doc__)
-    parse.add_argument("--rows", type=Path, default=Path("benchmarks"), help="folder or file")
-    parse.add_argument("--out", type=Path, default=Path("docs/figures"))
-    parse.add_argument("--route-map", metavar="PROBLEM", help="also draw a head's routes")
-    parse.add_argument("--head", type=int, default=1)
-    parse.add_argument("--topk-ratio", type=float, default=0.1)
-    options = parse.parse_args(sys.argv[1:] if argv is None else list(argv))
+    options = parser(program).parse_args(sys.argv[1:] if argv is None else list(argv))
     paths = sorted(options.rows.glob("*.jsonl")) if options.rows.is_dir() else [options.rows]
     rows = newest(read_rows(paths)) if all(path.exists() for path in paths) else []
     for draw in PLOTS:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from solspark.bench.gate import (
 )
 from solspark.bench.inputs import Inputs
 from solspark.bench.problems import Problem
+from solspark.bench.quality_tables import calibration_table
 from solspark.bench.rows import Row
 from solspark.errors import SolsparkError
 from solspark.methods.sol import sol_attn
@@ -47,72 +48,6 @@ from solspark.types import BLOCK, BlockPlan, block_count
 
 ROWS = 192
 MASS = "dense attention mass of sampled rows inside the exact blocks"
-
-
-@dataclass(frozen=True)
-class Target:
-    """What is published for real activations, and where to read it off.
-
-    Args:
-        words: name in the table.
-        low, high: the published range.
-        method: of the row.
-        options: the row has at least these.
-        read: (row) -> the figure.
-    """
-
-    words: str
-    low: float
-    high: float
-    method: str
-    options: dict[str, Any]
-    read: Callable[[Row], float | None]
-
-
-TARGETS = (
-    Target(
-        "video blocks kept by tau 1.0",
-        0.10,
-        0.26,
-        "recall",
-        {"order": "given", "tau": 1.0},
-        lambda row: row.density,
-    ),
-    Target(
-        "mass recall of 10 %, given order",
-        0.66,
-        0.70,
-        "recall",
-        {"order": "given", "topk_ratio": 0.1},
-        lambda row: (row.error or {}).get("mass_recall"),
-    ),
-    Target(
-        "mass recall of 10 %, reblocked",
-        0.80,
-        0.83,
-        "recall",
-        {"order": "reblocked", "topk_ratio": 0.1},
-        lambda row: (row.error or {}).get("mass_recall"),
-    ),
-    Target(
-        "relative L2 of Sol, tau 1.0",
-        0.15,
-        0.22,
-        "sol",
-        {"tau": 1.0},
-        lambda row: (row.error or {}).get("relative_l2"),
-    ),
-    Target(
-        "nats by which means underestimate a skipped block, median",
-        3.47,
-        3.47,
-        "skipped-mass",
-        {"tau": 1.0},
-        lambda row: (row.error or {}).get("median_nats"),
-    ),
-)
-"""Sources: block shares and errors of Sol at tau 1.0 on MiniMax-H3 layers; mass recall of 10 %
-routes before and after reblocking."""
 
 
 def wide_sample(inputs: Inputs) -> RowSample:
@@ -359,38 +294,6 @@ def route_masks(
     return found
 
 
-def calibration_table(rows: Sequence[Row]) -> str:
-    """Return the published figures beside ours, in Markdown, a column for each problem."""
-    origin = {"video": "", "file": ", captured"}
-    shown = [row for row in rows if row.level == "quality" and row.options.get("inputs") in origin]
-
-    def group_of(row: Row) -> tuple[str, int, str]:
-        return row.problem, row.heads, origin[row.options["inputs"]]
-
-    groups = list(dict.fromkeys(map(group_of, shown)))
-    names = " | ".join(f"{problem}, {heads} heads{words}" for problem, heads, words in groups)
-    lines = [f"| figure | published | {names} |"]
-    lines.append("|---|---|" + "---|" * len(groups))
-    for target in TARGETS:
-        cells = []
-        for group in groups:
-            values = [
-                target.read(row)
-                for row in shown
-                if group_of(row) == group
-                and row.method == target.method
-                and all(row.options.get(k) == v for k, v in target.options.items())
-                and set(row.options) <= {*target.options, "inputs", "heads"}
-            ]
-            known = [value for value in values if value is not None]
-            cells.append("" if not known else f"{known[-1]:.3f}")
-        published = f"{target.low:g}"
-        if target.high > target.low:
-            published += f" to {target.high:g}"
-        lines.append(f"| {target.words} | {published} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 SWEEPS: tuple[tuple[tuple[str, ...], dict[str, list[Any]]], ...] = (
     (("recall",), {"topk_ratio": [0.1, 0.2], "tau": [1.0], "order": ["given", "reblocked"]}),
     (("skipped-mass",), {"tau": [1.0]}),
@@ -410,18 +313,27 @@ SWEEPS: tuple[tuple[tuple[str, ...], dict[str, list[Any]]], ...] = (
 """What the report takes, the figures of the calibration first."""
 
 
-def main(argv: Sequence[str] | None = None, program: str = "solspark bench quality") -> int:
-    """Take the quality rows of problems on video activations and print the calibration.
+def sweeps_needed(rows: Sequence[Row]) -> int:
+    """Return how many of the first sweeps take all of some rows; all, where not even they do."""
 
-    Args:
-        argv: arguments; None takes the process's own.
-        program: name in help texts.
+    def takes(names: tuple[str, ...], sweeps: dict[str, list[Any]], row: Row) -> bool:
+        asked = {name: value for name, value in row.options.items() if name in SWEPT_HERE}
+        return row.method in names and all(
+            value in sweeps.get(name, []) for name, value in asked.items()
+        )
 
-    Returns:
-        0; 1 when a result is not finite or farther from dense than the zero vector; 2 for a wrong
-        argument.
-    """
-    from solspark.bench import console, session, settings
+    for count in range(1, len(SWEEPS)):
+        if all(any(takes(*sweep, row) for sweep in SWEEPS[:count]) for row in rows):
+            return count
+    return len(SWEEPS)
+
+
+SWEPT_HERE = frozenset(name for _, sweeps in SWEEPS for name in sweeps)
+
+
+def parser(program: str) -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    from solspark.bench import settings
 
     cuda = torch.cuda.is_available()
     parse = argparse.ArgumentParser(prog=program, description=__doc__)
@@ -438,7 +350,23 @@ def main(argv: Sequence[str] | None = None, program: str = "solspark bench quali
     add("--commit", default="")
     add("--budget-s", type=float)
     add("--activations", type=Path, help="safetensors with query, key, value to measure on")
-    options = parse.parse_args(sys.argv[1:] if argv is None else list(argv))
+    return parse
+
+
+def main(argv: Sequence[str] | None = None, program: str = "solspark bench quality") -> int:
+    """Take the quality rows of problems on video activations and print the calibration.
+
+    Args:
+        argv: arguments; None takes the process's own.
+        program: name in help texts.
+
+    Returns:
+        0; 1 when a result is not finite or farther from dense than the zero vector; 2 for a wrong
+        argument.
+    """
+    from solspark.bench import console, session, settings
+
+    options = parser(program).parse_args(sys.argv[1:] if argv is None else list(argv))
     settings.load_cases()
     from solspark.bench.rows import current_commit, fresh_run_id
 

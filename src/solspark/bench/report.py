@@ -2,8 +2,8 @@
 
 A section of a document reads `<!-- bench:LEVEL problem=NAME ... -->`, then whatever was written
 there, then `<!-- /bench -->`. LEVEL is a level of the rows, or "headline"; the words after it keep
-only rows whose field or option has that value (several values with commas). "floors" and
-"calibration" are sections of their own.
+only rows whose field or option has that value (several values with commas). "floors", "calibration"
+and "curve" are sections of their own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from solspark.bench.cost import (
     reweight_cost,
 )
 from solspark.bench.problems import get_problem
+from solspark.bench.quality_tables import calibration_table, curve_table
 from solspark.bench.rows import Row, read_rows
 
 MARKER = re.compile(r"(<!-- bench:([^>]*?) -->)\n(.*?)(<!-- /bench -->)", re.DOTALL)
@@ -31,6 +32,7 @@ ATTENTION = ("attend", "call", "layer")
 COMPARED = (*ATTENTION, "dit")
 """Levels whose times stand against dense attention, or a dense generation."""
 
+NOTHING = "*Nothing recorded yet.*"
 NOT_A_FLAG = ("inputs", "heads", "seed")
 FLAGS = {
     "topk_ratio": "--topk-ratio",
@@ -43,7 +45,7 @@ FLAGS = {
     "parents": "--parents",
     "check": "--check",
 }
-HEADLINE = (
+HEADLINE: tuple[tuple[str, str, dict[str, float]], ...] = (
     ("call", "dense-cudnn", {}),
     ("call", "dense-flash", {}),
     ("call", "dense-fa4", {}),
@@ -58,6 +60,10 @@ HEADLINE = (
     ("dit", "spark", {"topk_ratio": 0.1}),
     ("dit", "spark", {"topk_ratio": 0.2}),
 )
+"""What a reader wants to know first; what of it has no row yet is said."""
+
+BRIEF = ("served by", "relative L2", "IQR")
+"""Columns that the headline leaves to docs/measured.md."""
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
@@ -116,12 +122,17 @@ def _time(ms: float | None) -> str:
     return f"{ms / 1e3:.1f} s" if ms >= 10_000 else f"{ms:.2f}" if ms < 100 else f"{ms:.1f}"
 
 
-def markdown_table(rows: Sequence[Row], base: dict[tuple[str, str, str], float]) -> str:
+def markdown_table(
+    rows: Sequence[Row],
+    base: dict[tuple[str, str, str], float],
+    without: Sequence[str] = (),
+) -> str:
     """Return a Markdown table of rows; empty columns are left out.
 
     Args:
         rows: to show, in order.
         base: of `baselines`.
+        without: columns to leave out.
     """
     columns = [
         ("problem", lambda r: r.problem),
@@ -142,7 +153,11 @@ def markdown_table(rows: Sequence[Row], base: dict[tuple[str, str, str], float])
         ("gate", lambda r: r.gate),
     ]
     cells = [[str(show(row)) for _, show in columns] for row in rows]
-    used = [i for i in range(len(columns)) if any(line[i] for line in cells)]
+    used = [
+        i
+        for i, (name, _) in enumerate(columns)
+        if name not in without and any(line[i] for line in cells)
+    ]
     head = [columns[i][0] for i in used]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     lines += ["| " + " | ".join(line[i] for i in used) + " |" for line in cells]
@@ -159,6 +174,10 @@ def command(rows: Sequence[Row]) -> str:
     parts = ["solspark bench"]
     if {row.level for row in rows} == {"quality"}:
         parts = ["solspark bench quality"]
+        from solspark.bench.quality import SWEEPS, sweeps_needed
+
+        needed = sweeps_needed(rows)
+        parts += [f"--only {needed}"] if needed < len(SWEEPS) else []
     parts.append("--problem " + joined(row.problem for row in rows))
     if parts[0] == "solspark bench":
         parts.append("--level " + (level or joined(row.level for row in rows)))
@@ -178,6 +197,8 @@ def command(rows: Sequence[Row]) -> str:
         parts.append(f"--inputs {kinds}")
     heads = {row.options["heads"] for row in rows if "heads" in row.options}
     parts += [f"--heads {count}" for count in heads]
+    if {row.gpu for row in rows} == {"cpu"}:
+        parts.append("--device cpu")
     if any(_from_peer(row) for row in rows):
         parts.append("--peers .peers")
     return " ".join(parts)
@@ -200,20 +221,23 @@ def section(spec: str, rows: Sequence[Row]) -> str:
     if words[0] == "floors":
         return floors(words[1:])
     if words[0] == "calibration":
-        from solspark.bench.quality import calibration_table
-
         return calibration_table(newest(rows))
-    base = baselines(rows)
     wanted = [row for row in newest(rows) if _matches(row, words)]
+    if words[0] == "curve":
+        return curve_table(wanted) or NOTHING
+    base = baselines(rows)
     wanted = [
         row
         for row in wanted
         if row.ms is not None or row.error or row.level == "checks" or not row.passed
     ]
+    missing = _not_measured(wanted, words)
     if not wanted:
-        return "*Nothing recorded yet.*"
+        return "\n\n".join([NOTHING, *missing])
     wanted.sort(key=lambda row: (row.gpu == "cpu", row.tokens))
-    out = [markdown_table(wanted, base), ""]
+    brief = words[0] == "headline"
+    passing = ("gate",) if brief and all(row.passed for row in wanted) else ()
+    out = [markdown_table(wanted, base, (*BRIEF, *passing) if brief else ()), ""]
     for run in dict.fromkeys(row.run for row in wanted):
         mine = [row for row in wanted if row.run == run]
         first = mine[0]
@@ -223,7 +247,36 @@ def section(spec: str, rows: Sequence[Row]) -> str:
             f"`{command(mine)}`"
         )
         out.append("")
-    return "\n".join(out).rstrip()
+    return "\n".join([*out, *missing]).rstrip()
+
+
+def _not_measured(rows: Sequence[Row], words: Sequence[str]) -> list[str]:
+    """Return what of the headline of one problem has no time yet, with the commands that take it.
+
+    Args:
+        rows: of the section.
+        words: of its marker.
+    """
+    names = [word.removeprefix("problem=") for word in words if word.startswith("problem=")]
+    if words[0] != "headline" or len(names) != 1 or "," in names[0]:
+        return []
+    timed = [row for row in rows if row.ms is not None]
+    problem = get_problem(names[0])
+    lacking = [
+        Row(
+            "", "", "", "", "", None, problem.name, problem.tokens, problem.heads, level, name,
+            dict(options),
+        )
+        for level, name, options in HEADLINE
+        if not any(_is_headline(row, level, name, options) for row in timed)
+    ]  # fmt: skip
+    lines = []
+    for level, what in (("call", "one attention call"), ("dit", "one generation's DiT")):
+        here = [row for row in lacking if row.level == level]
+        if here:
+            shown = ", ".join(f"`{row.method}` {_options(row)}".strip() for row in here)
+            lines.append(f"Not measured yet, {what}: {shown} (`{command(here)}`).")
+    return ["\n\n".join(lines)] if lines else []
 
 
 def floors(problems: Sequence[str]) -> str:
@@ -265,13 +318,10 @@ def floors(problems: Sequence[str]) -> str:
 def _matches(row: Row, words: Sequence[str]) -> bool:
     """Say whether a row belongs to a section."""
     level, *filters = words
+    if level == "curve":
+        level = "quality"
     if level == "headline":
-        if not any(
-            row.level == where
-            and row.method == name
-            and all(row.options.get(k) == v for k, v in options.items())
-            for where, name, options in HEADLINE
-        ):
+        if not any(_is_headline(row, *entry) for entry in HEADLINE):
             return False
     elif level == "dit":
         if row.level not in ("dit", "step"):
@@ -286,9 +336,28 @@ def _matches(row: Row, words: Sequence[str]) -> bool:
     return True
 
 
+def _is_headline(row: Row, level: str, method: str, options: dict[str, float]) -> bool:
+    """Say whether a row is an entry of the headline."""
+    return (row.level, row.method) == (level, method) and all(
+        row.options.get(name) == value for name, value in options.items()
+    )
+
+
 def rewrite(text: str, rows: Sequence[Row]) -> str:
     """Return a document with every marked section written anew."""
     return MARKER.sub(lambda found: f"{found[1]}\n{section(found[2], rows)}\n{found[4]}", text)
+
+
+def parser(program: str) -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    parse = argparse.ArgumentParser(prog=program, description=__doc__)
+    parse.add_argument("--rows", type=Path, default=Path("benchmarks"), help="folder or file")
+    parse.add_argument(
+        "--into", type=Path, nargs="*", default=[Path("docs/measured.md"), Path("README.md")]
+    )
+    parse.add_argument("--check", action="store_true", help="write nothing, say what would change")
+    parse.add_argument("--section", help='print one section, such as "call problem=h3-10s"')
+    return parse
 
 
 def main(argv: Sequence[str] | None = None, program: str = "solspark bench report") -> int:
@@ -301,14 +370,7 @@ def main(argv: Sequence[str] | None = None, program: str = "solspark bench repor
     Returns:
         0; 1 with `--check` when a document is not what the rows say.
     """
-    parse = argparse.ArgumentParser(prog=program, description=__doc__)
-    parse.add_argument("--rows", type=Path, default=Path("benchmarks"), help="folder or file")
-    parse.add_argument(
-        "--into", type=Path, nargs="*", default=[Path("docs/measured.md"), Path("README.md")]
-    )
-    parse.add_argument("--check", action="store_true", help="write nothing, say what would change")
-    parse.add_argument("--section", help='print one section, such as "call problem=h3-10s"')
-    options = parse.parse_args(sys.argv[1:] if argv is None else list(argv))
+    options = parser(program).parse_args(sys.argv[1:] if argv is None else list(argv))
     from solspark.bench.settings import load_cases
 
     load_cases()

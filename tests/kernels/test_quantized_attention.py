@@ -346,7 +346,7 @@ def test_mean_and_lists():
 def test_tiles_nest_in_blocks():
     for dtype, pv in itertools.product((torch.bfloat16, torch.float32), (False, True)):
         for block_m, block_n in itertools.product((16, 64, 128, 256), (16, 32, 64, 128)):
-            tile_m, tile_n, _, _ = choose_config(None, 128, dtype, pv, (block_m, block_n))
+            tile_m, tile_n, *_ = choose_config(None, 128, dtype, pv, (block_m, block_n))
             assert block_m % tile_m == 0 and block_n % tile_n == 0 and 64 % tile_n == 0
             assert not pv or tile_n == min(64, block_n)
 

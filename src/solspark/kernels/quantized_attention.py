@@ -27,6 +27,7 @@ from .quantized_tile import (
     LEAST,
     LOG2E,
     SCALE_ROWS,
+    Config,
     Lists,
     Operands,
     list_strides,
@@ -365,19 +366,19 @@ def launch_quantized_attention(
     pv: str,
     tile_scales: bool,
     out_dtype: torch.dtype,
-    config: tuple[int, int, int, int],
+    config: Config,
 ) -> tuple[Tensor, Tensor]:
     """Enqueue the forward; return out [B, Lq, H, D'] and LSE float32 [B, Lq, H], natural log.
 
     head_dim, value_dim: channels that the operands hold (padded ones for what is quantised); D' is
     value_dim. attn_mask: bool, int8 or float [B or 1, H or 1, Lq or 1, Lk], any strides. scale is
-    not negative. pv: as in the operation, "none" for unquantised V. config: query tile, key tile,
-    warps, stages; tiles nest in the lists' blocks, and key tiles in 64 rows where there are scales.
+    not negative. pv: as in the operation, "none" for unquantised V. config: its tiles nest in
+    the lists' blocks, and key tiles in 64 rows where there are scales.
     """
     q, k, v = operands.q, operands.k, operands.v
     batch, query_tokens, heads = q.shape[:3]
     key_tokens, key_heads = k.shape[1], k.shape[2]
-    block_m, block_n, warps, stages = config
+    block_m, block_n = config.query_tile, config.key_tile
     out = torch.empty(batch, query_tokens, heads, value_dim, device=q.device, dtype=out_dtype)
     lse = torch.empty(batch, query_tokens, heads, device=q.device, dtype=torch.float32)
     mask, mask_strides, mask_constants = mask_arguments(attn_mask)
@@ -423,9 +424,8 @@ def launch_quantized_attention(
         **mask_constants,
         CAUSAL=is_causal,
         LISTS=lists is not None,
-        STAGES=stages,
-        num_warps=warps,
-        num_stages=stages,
+        STAGES=config.stages,
+        **config.options,
     )
     return out, lse
 
@@ -436,39 +436,42 @@ def choose_config(
     dtype: torch.dtype,
     quantized_pv: bool,
     lists: tuple[int, int] | None,
-) -> tuple[int, int, int, int]:
-    """Return (query tile, key tile, warps, stages) for a device; None stands for the interpreter.
+) -> Config:
+    """Return the tiles for a device; None stands for the interpreter.
 
     dtype: of V, whose product decides. lists: the blocks of a block mask, which tiles nest in. A
     quantised P takes key tiles of 64, which are part of what it means.
     """
-    block_m, block_n, warps, stages = _table(device, head_dim)
+    config = _table(device, head_dim)
     if dtype == torch.float32:
         # Full-precision products go through ordinary multipliers: small tiles, few registers.
-        block_m, block_n, warps, stages = 64, 32, 4, 1
+        config = Config(64, 32, 4, 1)
     if quantized_pv:
-        block_n = BLOCK
+        config = config._replace(key_tile=BLOCK)
     if lists is not None:
-        block_m, block_n = min(block_m, lists[0]), min(block_n, lists[1])
-    return block_m, block_n, warps, stages
+        config = config._replace(
+            query_tile=min(config.query_tile, lists[0]), key_tile=min(config.key_tile, lists[1])
+        )
+    return config
 
 
-def _table(device: torch.device | None, head_dim: int) -> tuple[int, int, int, int]:
+def _table(device: torch.device | None, head_dim: int) -> Config:
     """Return the row for a chip. Reasons stand beside the rows; benchmarks measure them."""
     if device is None:
-        return 32, 32, 4, 1
+        return Config(32, 32, 4, 1)
     if torch.version.hip:
         chip = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
         # RDNA has half the lanes a warp. Two stages crash triton's compiler on gfx12
         # (SageAttention issue 365).
         if chip.startswith("gfx9"):
-            return 128, 64, 4, 2
-        return 128, 64, 8, 1 if chip.startswith("gfx12") else 2
+            return Config(128, 64, 4, 2)
+        return Config(128, 64, 8, 1 if chip.startswith("gfx12") else 2)
     major, _ = torch.cuda.get_device_capability(device)
     if major == 9 and head_dim <= 128:
-        # Four warps of one warpgroup: 8 were slower on an H200 (128 x 64, 10 % lists: 482 TOP/s).
-        return 128, 64, 4, 3
+        # Four warps of one warpgroup: 8 were slower on an H200 (128 x 64, 10 % lists: 482 TOP/s)
+        # where a thread took 144 to 194 registers, and one program filled a multiprocessor.
+        return Config(128, 64, 4, 3)
     if head_dim <= 128:
         # mma.sync keeps operands in registers: twice the warps halve them.
-        return 128, 64, 8, 3
-    return 64, 64, 8, 2
+        return Config(128, 64, 8, 3)
+    return Config(64, 64, 8, 2)

@@ -22,6 +22,7 @@ from torch import Tensor
 from .quantized_tile import (
     LEAST,
     LOG2E,
+    Config,
     Lists,
     Operands,
     list_strides,
@@ -146,9 +147,13 @@ def quantized_attention_grad_query_kernel(
         if CAUSAL:
             last = tl.minimum(last, tl.cdiv((i + 1) * BM, BN))
     dq = tl.zeros([BM, DP], dtype=tl.float32)
+    block = 0
+    if LISTS:
+        block = tl.load(list_row, mask=last > 0, other=0)
     for tile in tl.range(0, last, num_stages=STAGES):
         if LISTS:
-            start = tl.load(list_row + tile // SUB) * BLOCK_N + (tile % SUB) * BN
+            start = block * BLOCK_N + (tile % SUB) * BN
+            block = tl.load(list_row + (tile + 1) // SUB, mask=tile + 1 < last, other=0)
         else:
             start = tile * BN
         keys = start + offs_n
@@ -279,9 +284,13 @@ def quantized_attention_grad_key_value_kernel(
             if CAUSAL:
                 # Queries before this key tile see none of it.
                 first = start // BM
+        block = 0
+        if LISTS:
+            block = tl.load(list_row, mask=last > 0, other=0)
         for tile in tl.range(first, last, num_stages=STAGES):
             if LISTS:
-                top = tl.load(list_row + tile // SUB) * BLOCK_M + (tile % SUB) * BM
+                top = block * BLOCK_M + (tile % SUB) * BM
+                block = tl.load(list_row + (tile + 1) // SUB, mask=tile + 1 < last, other=0)
             else:
                 top = tile * BM
             offs_m = top + tl.arange(0, BM)
@@ -360,18 +369,17 @@ def launch_quantized_attention_backward(
     is_causal: bool,
     scale: float,
     tile_scales: bool,
-    config: tuple[int, int, int, int],
+    config: Config,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Enqueue both kernels; return gradients contiguous, shaped and typed as query, key and value.
 
     operands: what the forward multiplied (its V is not read). out, lse: the forward's, contiguous.
-    transposed: the lists of the key blocks. config: query tile, key tile, warps, stages; the tiles
-    nest in the blocks.
+    transposed: the lists of the key blocks. config: its tiles nest in the blocks.
     """
     batch, query_tokens, heads, dim = query.shape
     key_tokens, key_heads = key.shape[1], key.shape[2]
     value_dim = value.shape[3]
-    block_m, block_n, warps, stages = config
+    block_m, block_n = config.query_tile, config.key_tile
     gradients = tuple(
         torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (query, key, value)
     )
@@ -401,9 +409,8 @@ def launch_quantized_attention_backward(
         **mask_constants,
         "CAUSAL": is_causal,
         "LISTS": lists is not None,
-        "STAGES": stages,
-        "num_warps": warps,
-        "num_stages": stages,
+        "STAGES": config.stages,
+        **config.options,
     }
     common = (*q8.stride()[:3], *k8.stride()[:3])
     tiles = triton.cdiv(query_tokens, block_m)

@@ -51,6 +51,25 @@ class Lists(NamedTuple):
     column_block: int
 
 
+class Config(NamedTuple):
+    """How a kernel is launched: its tiles, warps and stages; registers caps those of a thread.
+
+    A cap lets more programs share a multiprocessor than the compiler would allow for (0: no cap).
+    """
+
+    query_tile: int
+    key_tile: int
+    warps: int
+    stages: int
+    registers: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The options of a launch; only NVIDIA's compiler knows the cap."""
+        cap = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.warps, "num_stages": self.stages, **cap}
+
+
 @triton.jit
 def load_rows(base, offs_t, tokens, stride, offs_d, D: tl.constexpr, DP: tl.constexpr):
     # Rows past the end and channels past D are zero, whatever memory holds.

@@ -600,7 +600,7 @@ def _run_triton_backward(
     if block_mask is not None:
         turned = options._replace(block_m=options.block_n, block_n=options.block_m)
         transposed = _lists(block_mask.transpose(2, 3), turned)
-    block_m, block_n, warps, stages = _config(value, block_mask, options)
+    config = _config(value, block_mask, options)
     grad_query, grad_key, grad_value = launch_quantized_attention_backward(
         query,
         key,
@@ -616,7 +616,9 @@ def _run_triton_backward(
         scale=options.scale,
         tile_scales=options.granularity == "tile",
         # Five products a tile instead of two: half the rows, or registers spill.
-        config=(min(block_m, 64), block_n, warps, min(stages, 2)),
+        config=config._replace(
+            query_tile=min(config.query_tile, 64), stages=min(config.stages, 2), registers=0
+        ),
     )
     return (-grad_query if negative else grad_query), grad_key, grad_value
 
@@ -648,9 +650,7 @@ def _lists(block_mask: Tensor | None, options: Options) -> Any:
     return Lists(counts, indices, options.block_m, options.block_n)
 
 
-def _config(
-    value: Tensor, block_mask: Tensor | None, options: Options
-) -> tuple[int, int, int, int]:
+def _config(value: Tensor, block_mask: Tensor | None, options: Options) -> Any:
     """Choose tiles; refuse those that an 8-bit product of P and V cannot have."""
     from solspark.kernels.quantized_attention import choose_config
 
@@ -661,7 +661,7 @@ def _config(
         options.pv != "none",
         None if block_mask is None else (options.block_m, options.block_n),
     )
-    if options.pv in ("int8", "fp8") and config[1] < 32:
+    if options.pv in ("int8", "fp8") and config.key_tile < 32:
         raise UnsupportedError(
             f"quantized_attention with pv={options.pv!r}",
             [f"an 8-bit product needs 32 keys, blocks have {options.block_n}"],

@@ -226,3 +226,15 @@ def test_testing_offers_the_activations():
     made = video_activations("tiny", heads=[1], dtype=torch.float32)
     kept = inputs_of(kind="video")
     assert torch.equal(made.query[:, :, 0], kept.query[:, :, 1])
+
+
+@pytest.mark.parametrize("parents", [1, 3])
+def test_given_summaries_are_judged_as_they_are(parents):
+    inputs = inputs_of()
+    options = {"lists": "random", "topk_ratio": 0.2, "parents": parents, "impl": "eager"}
+    case = METHODS["attend", "spark"].build(inputs, options)
+    out = case.run()
+    assert case.judge(out).passed
+    # Plain means in their place are another result, and found.
+    plain = METHODS["attend", "sol"].build(inputs, {**options, "tail": "query", "parents": None})
+    assert not case.judge(plain.run()).passed

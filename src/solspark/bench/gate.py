@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from solspark._checks import resolve_scale
-from solspark.types import BLOCK, BlockPlan, block_count
+from solspark.types import BLOCK, BlockPlan, BlockSummaries, block_count
 
 LOG2_E = 1.4426950408889634
 
@@ -136,6 +136,18 @@ def mean_tail(
     )
 
 
+def given_tail(summaries: BlockSummaries, rows: Tensor, batch: int, head: int) -> Tail:
+    """Return the summaries of one head as they are, each row those of its query block's parent."""
+    parents = torch.zeros(1, dtype=torch.long, device=rows.device)
+    if summaries.parents is not None:
+        parents = summaries.parents.long()[rows // BLOCK]
+    keys, values, mass = (
+        x[batch, parents, head].double()
+        for x in (summaries.keys, summaries.values, summaries.log_mass)
+    )
+    return Tail(keys, values, mass)
+
+
 def attend_rows(
     query: Tensor,
     key: Tensor,
@@ -233,6 +245,7 @@ def gate_output(
     *,
     plan: BlockPlan | None = None,
     tail: str = "none",
+    summaries: BlockSummaries | None = None,
     scale: float | None = None,
 ) -> Verdict:
     """Judge an attention output [B, L, H, D] on sampled rows.
@@ -244,6 +257,7 @@ def gate_output(
         sample: rows and heads.
         plan: what each query block reads; None means dense attention.
         tail: "none", "query" or "block" (plain block means).
+        summaries: what the tail read in place of plain block means, taken as given.
         scale: 1 / sqrt(D) unless given.
     """
     scale = resolve_scale(scale, query.shape[-1])
@@ -259,9 +273,11 @@ def gate_output(
             )
             exact = None if plan is None else exact_blocks_of_rows(plan, rows, batch, head)
             for rounded, target in ((False, oracle), (True, rounding)):
-                summaries = None
-                if plan is not None and tail != "none":
-                    summaries = mean_tail(q, k, v, rows, per_block=tail == "block", rounded=rounded)
+                told = None
+                if summaries is not None:
+                    told = given_tail(summaries, rows, batch, head)
+                elif plan is not None and tail != "none":
+                    told = mean_tail(q, k, v, rows, per_block=tail == "block", rounded=rounded)
                 target.append(
                     attend_rows(
                         q[rows],
@@ -269,7 +285,7 @@ def gate_output(
                         v,
                         scale=scale,
                         exact=exact,
-                        tail=summaries,
+                        tail=told,
                         dtype=_working(q, rounded),
                         round_to=q.dtype if rounded else None,
                     ).double()

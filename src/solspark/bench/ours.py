@@ -26,10 +26,11 @@ from solspark.bench.packed_gate import judge_packed
 from solspark.methods.sol import mean_summaries, sol_attn
 from solspark.ops.block_sparse_attention import block_sparse_attention
 from solspark.ops.pool import Pooled, pool
+from solspark.ops.reweight import reweight
 from solspark.ops.score_blocks import score_blocks, thresholds
 from solspark.ops.select_blocks import select_blocks
 from solspark.plan.select import budget, plan_sol
-from solspark.types import BLOCK, BlockPlan, block_count
+from solspark.types import BLOCK, BlockPlan, BlockSummaries, block_count
 
 PLAN_OPTIONS = ("tau", "thresh_type", "local_radius", "impl")
 HARNESS_OPTIONS = ("inputs", "lists", "heads", "seed", "preset")
@@ -83,6 +84,47 @@ def _attend(inputs: Inputs, options: dict[str, Any]) -> Case:
         density=lambda out: plan_density(plan),
         flops=lambda density: _sparse_flops(inputs, plan, tail),
         precision=_low_precision(options),
+    )
+
+
+@method("attend", "spark", "lists", "topk_ratio", "parents", "impl")
+def _attend_reweighted(inputs: Inputs, options: dict[str, Any]) -> Case:
+    """Build the attention stage under given lists, with summaries reweighted around P anchors.
+
+    The anchors are means of consecutive query blocks, and each query block reads the summaries of
+    its own; beside `sol` with tail "query" this says what anchors cost the attention alone.
+    """
+    tokens = inputs.query.shape[1]
+    blocks = block_count(tokens)
+    count = int(options.get("parents", 1))
+    kept = budget(options.get("topk_ratio", 0.1), blocks)
+    kind = options.get("lists", "random")
+    lists = block_lists(kind, inputs.heads, blocks, blocks, kept, inputs.device)
+    plan = plan_from_lists(lists, tokens, tokens)
+    pooled = pool(inputs.query, inputs.key, None)
+    assert pooled.query_means is not None
+    parents = torch.arange(blocks, device=inputs.device) * count // blocks
+    anchors = torch.stack([pooled.query_means[:, :, parents == i].mean(2) for i in range(count)], 1)
+    keys, values, log_mass = reweight(anchors.to(inputs.key.dtype), inputs.key, inputs.value)
+    summaries = BlockSummaries(
+        keys, values, log_mass, parents.to(torch.int32) if count > 1 else None
+    )
+    known = {"impl": options.get("impl")}
+    return Case(
+        run=lambda: block_sparse_attention(
+            inputs.query, inputs.key, inputs.value, plan, summaries=summaries, **known
+        ),
+        judge=lambda out: gate_output(
+            out,
+            inputs.query,
+            inputs.key,
+            inputs.value,
+            inputs.sample,
+            plan=plan,
+            summaries=summaries,
+        ),
+        density=lambda out: plan_density(plan),
+        flops=lambda density: _sparse_flops(inputs, plan, "query"),
     )
 
 
@@ -276,7 +318,6 @@ def _reweight(inputs: Inputs, options: dict[str, Any]) -> Case:
     """Build reweighted summaries for P anchors; the first is the mean query, the others means of
     blocks.
     """
-    (reweight,) = _optional("solspark.ops.reweight", "reweight")
     parents = int(options.get("parents", 1))
     pooled = pool(inputs.query, inputs.key, None)
     assert pooled.query_means is not None

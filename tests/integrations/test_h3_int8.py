@@ -307,6 +307,36 @@ def test_the_forwards_of_a_step_have_a_calibration_each(
         assert plugin.summary()["int8"]["calibrated_layers"] == 4
 
 
+@ways
+def test_samples_of_a_batch_are_served_and_calibrated_alone(
+    transformer: Any, make_request: Any, way: dict[str, Any]
+) -> None:
+    """Two evaluations, so that a streamed one reads the statistics of the one before."""
+    requests = [make_request(grid=GRID, seed=seed) for seed in (1, 2)]
+
+    def run(some: list[Any]) -> tuple[list[Tensor], Any]:
+        outs = []
+        options = {"num_denoise_steps": 2, "sol_route_topk_ratio": 0.3, **SPARSE, **way}
+        with install_h3_sol_attn(transformer, **options) as plugin, torch.no_grad():
+            for time in (0.2, 0.6):
+                inputs = [request.inputs(time) for request in some]
+                for name in ("hidden_states", "audio_hidden_states", "encoder_hidden_states"):
+                    inputs[0][name] = torch.cat([each[name] for each in inputs])
+                outs.append(transformer(**inputs[0])[0])
+            return outs, plugin.records()
+
+    together, records = run(requests)
+    alone = [run([request]) for request in requests]
+    for evaluation, out in enumerate(together):
+        for sample, (single, _) in enumerate(alone):
+            # A rounding of float32 may turn an eighth bit over, here and there.
+            assert relative(out[sample], single[evaluation][0]) < 1e-3
+        assert relative(out[0], out[1]) > 0.1
+    for call, record in enumerate(records):
+        densities = [single[call]["density"] for _, single in alone]
+        assert record["density"] == pytest.approx(sum(densities) / 2) and record["density"] < 1
+
+
 def test_another_number_of_rows_is_another_calibration(transformer: Any, make_request: Any) -> None:
     short, long = make_request(), make_request(audio=30)
     with (

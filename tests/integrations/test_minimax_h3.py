@@ -498,22 +498,47 @@ def test_mask_is_refused_on_the_sparse_path_only(transformer: Any, make_request:
             attn(hidden)
 
 
-def test_batches_are_refused_on_the_sparse_path_only(transformer: Any, make_request: Any) -> None:
-    request = make_request()
+def side_by_side(requests: list[Any], time: float) -> dict[str, Any]:
+    """Return one forward's inputs for several requests of one layout, a sample each."""
+    inputs = [request.inputs(time) for request in requests]
+    tensors = ("hidden_states", "audio_hidden_states", "encoder_hidden_states")
+    return {**inputs[0], **{name: torch.cat([each[name] for each in inputs]) for name in tensors}}
 
-    def twice(time: float) -> dict[str, Any]:
-        inputs = request.inputs(time)
-        for name in ("hidden_states", "audio_hidden_states", "encoder_hidden_states"):
-            inputs[name] = inputs[name].expand(2, -1, -1)
-        return inputs
 
-    with install_h3_sol_attn(transformer, num_denoise_steps=2, warmup_steps=1), torch.no_grad():
-        assert transformer(**twice(0.0))[0].shape[0] == 2
-        with pytest.raises(RuntimeError, match="expected batch 1, got 2"):
-            transformer(**twice(0.5))
-        # The failed forward has used up its evaluation.
-        with pytest.raises(RuntimeError, match=r"reset\(\)"):
-            transformer(**request.inputs(0.6))
+@pytest.mark.parametrize("task", ["t2va", "ref2va"])
+@pytest.mark.parametrize(
+    ("install", "options"),
+    [
+        (install_h3_sol_attn, {"sol_tau": 0.5}),
+        (install_h3_sol_attn, TENTH),
+        (install_h3_sol_attn, {"sol_video_tail_mode": "pad", **TENTH}),
+        (install_h3_spark_attn, {"min_tokens": 0}),
+        (install_h3_spark_attn, {"min_tokens": 0, "preset": "fast"}),
+    ],
+    ids=["sol tau", "sol budget", "sol pad", "spark", "spark fast"],
+)
+def test_samples_of_a_batch_are_routed_and_served_alone(
+    transformer: Any, make_request: Any, install: Any, options: dict[str, Any], task: str
+) -> None:
+    requests = [make_request(task, (6, 5, 12), seed=seed) for seed in (1, 2, 3)]
+    with install(transformer, num_denoise_steps=1, **ALL_SPARSE, **options) as plugin:
+        found = []
+        for some in (requests, *([each] for each in requests)):
+            plugin.reset()
+            with torch.no_grad():
+                out = transformer(**side_by_side(some, 0.4))
+            summary = plugin.summary()
+            assert summary["processor_calls"]["sparse:sol"] == 4
+            found.append((out, [row["density"] for row in summary["by_layer"]]))
+    (together, densities), *alone = found
+    for sample, (out, _) in enumerate(alone):
+        for ours, wanted in zip(together, out, strict=True):
+            torch.testing.assert_close(ours[sample : sample + 1], wanted)
+    for layer, density in enumerate(densities):
+        mean = sum(each[layer] for _, each in alone) / 3
+        assert density == pytest.approx(mean) and density < 1
+    outputs = [out[0] for out, _ in alone]
+    assert not torch.allclose(outputs[0], outputs[1])
 
 
 def test_other_lengths_than_the_layouts_are_refused(transformer: Any, make_request: Any) -> None:

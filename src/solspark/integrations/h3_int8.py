@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,8 +30,9 @@ class Int8State:
     """What the chunked calls of one run leave behind; `H3Controller.reset` makes a new one.
 
     Args:
-        statistics: (layer, forward within its step, layout's facts) -> what `sol_attn_chunked`
-            returned beside the output. Two forwards of a step are two conditionings.
+        statistics: (layer, forward within its step, sample, layout's facts) -> what
+            `sol_attn_chunked` returned beside the output. Two forwards of a step are two
+            conditionings.
         rotation: what the newest rotation matrices were made from, and they themselves.
     """
 
@@ -111,7 +113,7 @@ class Int8Attention:
             self.options["tau"] = float("-inf")
 
     def whole(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, PackedRecord]:
-        """Attend from Q, K and V [1, T, H, 128] in packed order."""
+        """Attend from Q, K and V [B, T, H, 128] in packed order."""
         with _dispatch.collect_records() as records:
             out = sol_attn(query, key, value, **self.options)
         return out, self._record(records, "int8_direct")
@@ -159,17 +161,33 @@ class Int8Attention:
         served = {record.operation: record for record in records}
         counts = served["sol_int8"].exact_pairs
         assert counts is not None
+        rows = counts[..., : layout.query_blocks]
         return PackedRecord(
             layout=layout,
             route=mode,
             requested_execution=None,
             resolved_execution="int8",
             figures=density(mode, self.top_k, layout),
-            exact_pairs=(counts[..., : layout.query_blocks].sum(),),
-            total_pairs=self.heads * layout.query_blocks * layout.key_blocks,
+            exact_pairs=(rows.sum(),),
+            total_pairs=rows.numel() * layout.key_blocks,
             implementations={name: record.implementation for name, record in served.items()},
             counters={kind: 1, "tau_route" if self.top_k is None else "topk_route": 1},
         )
+
+
+def joined_record(records: Sequence[PackedRecord]) -> PackedRecord:
+    """Return one record of the calls that attended the samples of a batch one by one."""
+    if len(records) == 1:
+        return records[0]
+    counters: Counter[str] = Counter()
+    for record in records:
+        counters.update(record.counters)
+    return replace(
+        records[0],
+        exact_pairs=tuple(pairs for record in records for pairs in record.exact_pairs),
+        total_pairs=sum(record.total_pairs for record in records),
+        counters=dict(counters),
+    )
 
 
 def mending(

@@ -13,7 +13,7 @@ from ..methods.spark import PackedRecord, packed_attention
 from ..types import BLOCK
 from .h3_config import H3SparseAttentionConfig
 from .h3_controller import H3Controller, Stopwatch
-from .h3_int8 import Int8Attention, norm_eps, norm_weight, projected_chunks
+from .h3_int8 import Int8Attention, joined_record, norm_eps, norm_weight, projected_chunks
 from .h3_layout import H3Layout
 
 
@@ -64,11 +64,12 @@ class H3SparseAttentionProcessor(WrappingProcessor):
         rotary_emb: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend over one packed sequence; inference only, the sparse path keeps no graph.
+        """Attend over packed sequences; inference only, the sparse path keeps no graph.
 
         Args:
             attn: the attention module.
-            hidden_states: [B, S, hidden].
+            hidden_states: [B, S, hidden]; the transformer's own arguments give all samples of a
+                batch one layout. Each is routed by itself.
             rotary_emb: (cos, sin), each [S, rotary].
             attention_mask: passed on by dense calls, refused by sparse ones.
 
@@ -76,8 +77,8 @@ class H3SparseAttentionProcessor(WrappingProcessor):
             [B, S, hidden].
 
         Raises:
-            RuntimeError: a sparse call without layout, with a mask, with B > 1, or with another
-                sequence length than the layout's.
+            RuntimeError: a sparse call without layout, with a mask, or with another sequence length
+                than the layout's.
         """
         if not self.active:
             # Someone still holds this processor after removal: behave as if it were not there.
@@ -117,16 +118,11 @@ class H3SparseAttentionProcessor(WrappingProcessor):
         """Refuse what the sparse path cannot serve, before anything is computed."""
         layout = self.controller.layout
         assert layout is not None
-        batch, tokens = hidden_states.shape[:2]
+        tokens = hidden_states.shape[1]
         if attention_mask is not None:
             raise RuntimeError(
                 "attention_mask: sparse H3 attention expected None, got "
                 f"{list(attention_mask.shape)}; H3 packs one request without padding"
-            )
-        if batch != 1:
-            raise RuntimeError(
-                f"hidden_states: sparse H3 attention expected batch 1, got {batch}; run the "
-                "requests one by one"
             )
         if tokens != layout.tokens:
             raise RuntimeError(
@@ -219,17 +215,22 @@ class H3SparseAttentionProcessor(WrappingProcessor):
         config, state, dtype = controller.config, controller.int8, hidden_states.dtype
         assert config.chunk_tokens is not None
         pass_of_step = (controller.forwards - 1) % config.evaluations_per_step
-        name = (self.layer, pass_of_step, layout.tokens, layout.grid)
-        out, record, state.statistics[name] = self._int8(
-            layout, attn.heads, hidden_states.device
-        ).streamed(
-            projected_chunks(attn, hidden_states, layout, config.chunk_tokens),
-            state.rotations(*rotary_emb, layout, dtype, controller.forwards),
-            (norm_weight(attn.norm_q, hidden_states), norm_weight(attn.norm_k, hidden_states)),
-            norm_eps(attn.norm_q, dtype),
-            state.statistics.get(name, ()),
-        )
-        return out, record
+        calls = self._int8(layout, attn.heads, hidden_states.device)
+        rotations = state.rotations(*rotary_emb, layout, dtype, controller.forwards)
+        norms = norm_weight(attn.norm_q, hidden_states), norm_weight(attn.norm_k, hidden_states)
+        outs, records = [], []
+        for sample, rows in enumerate(hidden_states.split(1)):
+            name = (self.layer, pass_of_step, sample, layout.tokens, layout.grid)
+            out, record, state.statistics[name] = calls.streamed(
+                projected_chunks(attn, rows, layout, config.chunk_tokens),
+                rotations,
+                norms,
+                norm_eps(attn.norm_q, dtype),
+                state.statistics.get(name, ()),
+            )
+            outs.append(out)
+            records.append(record)
+        return outs[0] if len(outs) == 1 else torch.cat(outs), joined_record(records)
 
 
 def dense_attention(

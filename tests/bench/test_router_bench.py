@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from solspark.bench import router_bench, runner
+from solspark.bench import router_bench, router_session, runner
 from solspark.bench.router_advice import (
     FASTER,
     INCONCLUSIVE,
@@ -103,7 +103,7 @@ def test_the_plot_has_the_rows(tmp_path):
 
 
 def test_a_failing_row_of_ours_fails_the_run_and_is_not_timed(tmp_path, monkeypatch, capsys):
-    build = router_bench.build_row
+    build = router_session.build_row
 
     def broken(row, inputs, platform):
         built = build(row, inputs, platform)
@@ -111,7 +111,7 @@ def test_a_failing_row_of_ours_fails_the_run_and_is_not_timed(tmp_path, monkeypa
         built.run = lambda: (whole()[0] * 1.3, None)
         return built
 
-    monkeypatch.setattr(router_bench, "build_row", broken)
+    monkeypatch.setattr(router_session, "build_row", broken)
     options = [*QUICK, "--skip-checks", "--sections", "attention", "--save", "none"]
     options += ["--configs", "noquant,int8", "--json", str(tmp_path / "rows.json")]
     assert router_bench.main(["--shapes", "tiny", "--device", "cpu", *options]) == 1
@@ -125,7 +125,7 @@ def test_a_row_that_raises_fails_with_its_words(tmp_path, monkeypatch, capsys):
     def raising(row, inputs, platform):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(router_bench, "build_row", raising)
+    monkeypatch.setattr(router_session, "build_row", raising)
     options = [*QUICK, "--skip-checks", "--sections", "attention", "--save", "none"]
     options += ["--configs", "int8", "--json", str(tmp_path / "rows.json")]
     assert router_bench.main(["--shapes", "tiny", "--device", "cpu", *options]) == 1
@@ -137,7 +137,7 @@ def test_a_lost_device_stops_the_run_and_keeps_what_there_is(tmp_path, monkeypat
     def lost(row, inputs, platform):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(router_bench, "build_row", lost)
+    monkeypatch.setattr(router_session, "build_row", lost)
     options = [*QUICK, "--skip-checks", "--save", "none", "--json", str(tmp_path / "rows.json")]
     options += ["--configs", "base,int8", "--shapes", "tiny,tiny-masked", "--device", "cpu"]
     assert router_bench.main(options) == 1
@@ -391,8 +391,11 @@ def test_a_faster_configuration_is_recommended_with_reasons():
         "fp16 accumulation": False,
         "quantized_smooth_k": True,
         "quantized_hadamard": 0,
+        "quantized_granularity": "row",
         "group size": 256,
     }
+    tiles = advise({"flux2": table(**BASE, int8tile=(5.0, 0.010))})
+    assert tiles.picked == "int8tile" and settings(tiles)["quantized_granularity"] == "tile"
     assert all(item.reason for item in advice.settings)
     assert any("fp8qk" in note for note in advice.notes)
     # The block table, where measured, decides what an addition is worth.

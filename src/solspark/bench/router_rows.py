@@ -50,7 +50,7 @@ class AttentionRow:
         name: id on the command line.
         kind: "external", "kernel" (ours, dense) or "sparse".
         backend: name in the router's registry; "" for torch's own attention.
-        matmul, pv, smooth_k, hadamard: of the quantised attention, under its names.
+        matmul, pv, smooth_k, hadamard, granularity: of the quantised attention, under its names.
         budget: share of the tiles that a sparse row keeps, 1.0 keeps all of them.
         radial: the static band instead of the content's choice.
         unsafe: may overflow; never recommended.
@@ -64,6 +64,7 @@ class AttentionRow:
     pv: str = "none"
     smooth_k: bool = False
     hadamard: int = 0
+    granularity: str = "row"
     budget: float | None = None
     radial: bool = False
     unsafe: bool = False
@@ -89,6 +90,7 @@ class AttentionRow:
             "pv": self.pv,
             "smooth_k": self.smooth_k,
             "hadamard": self.hadamard,
+            "granularity": self.granularity,
         }
 
     @property
@@ -106,15 +108,15 @@ def _ours(name: str, matmul: str = "int8", pv: str = "none", **more: Any) -> Att
     return AttentionRow(name, KERNEL, "quantized", matmul, pv, **more)
 
 
-def _sparse(prefix: str, backend: str, matmul: str = "none") -> list[AttentionRow]:
+def _sparse(prefix: str, backend: str, matmul: str = "none", **more: Any) -> list[AttentionRow]:
     """Return the rows of one consumer of selections."""
-    rows = [
-        AttentionRow(f"{prefix}-sparse{percent}", SPARSE, backend, matmul, budget=percent / 100)
-        for percent in (100, 50, 30, 15)
-    ]
+    row = AttentionRow(prefix, SPARSE, backend, matmul, **more)
     return [
-        *rows,
-        AttentionRow(f"{prefix}-radial30", SPARSE, backend, matmul, budget=0.3, radial=True),
+        *(
+            replace(row, name=f"{prefix}-sparse{percent}", budget=percent / 100)
+            for percent in (100, 50, 30, 15)
+        ),
+        replace(row, name=f"{prefix}-radial30", budget=0.3, radial=True),
     ]
 
 
@@ -132,6 +134,7 @@ ROWS: dict[str, AttentionRow] = {
         *_sparse("flex", "flex"),
         _ours("noquant", "none"),
         _ours("int8"),
+        _ours("int8tile", granularity="tile"),
         _ours("smooth", smooth_k=True),
         _ours("hadamard", hadamard=GROUP),
         _ours("smooth_hadamard", smooth_k=True, hadamard=GROUP),
@@ -147,11 +150,12 @@ ROWS: dict[str, AttentionRow] = {
         _ours("fp8qk", "fp8"),
         _ours("fp8full", "fp8", "fp8"),
         *_sparse("int8", "quantized", "int8"),
+        *_sparse("int8tile", "quantized", "int8", granularity="tile"),
         *_sparse("block", "block_sparse"),
     )
 }
-"""In the order of the table. `flash`, `flash4`, `cudnn` and the `block` rows (our BF16 block-sparse
-attention) are additions to the specification's list."""
+"""In the order of the table. `flash`, `flash4`, `cudnn`, the `int8tile` rows (a scale for 64 keys)
+and the `block` rows (our BF16 block-sparse attention) are additions to the specification's list."""
 
 _REGISTRY: dict[str, Backend] = {backend.name: backend for backend in builtin_registry().ordered()}
 
@@ -276,6 +280,7 @@ def prepared(row: AttentionRow, platform: Platform) -> Callable[..., Tensor]:
         quantized_pv=row.pv,
         quantized_smooth_k=row.smooth_k,
         quantized_hadamard=row.hadamard,
+        quantized_granularity=row.granularity,
     )
     backend = _REGISTRY[row.backend]
     settings = {name: config.setting(name) for name in backend.options}
@@ -327,7 +332,7 @@ def _quantisation(row: AttentionRow, inputs: RouterInputs) -> Callable[[], Any]:
         row.pv,
         row.smooth_k,
         row.hadamard,
-        "row",
+        row.granularity,
     )
     operands = [x.transpose(1, 2) for x in (inputs.query, inputs.key, inputs.value)]
     impl = "eager" if inputs.device.type == "cpu" else "triton"

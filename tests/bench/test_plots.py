@@ -121,7 +121,8 @@ def test_a_cpu_evaluates_on_sampled_rows_what_whole_calls_give(tmp_path, capsys)
         out = tmp_path / f"rows{len(found)}.jsonl"
         assert quality.main([*arguments, *extra, "--out", str(out)]) == 0
         rows = [item for item in read_rows([out]) if item.method in ("sol", "spark")]
-        found.append(rows)
+        # FP8 is a matter of rounding, so it always runs whole.
+        found.append([item for item in rows if "precision" not in item.options])
     for one, whole in zip(*found, strict=True):
         assert whole.implementation != one.implementation == sampled.WORDS
         assert one.density == pytest.approx(whole.density, rel=1e-4)

@@ -179,6 +179,8 @@ def test_the_curve_has_a_line_for_each_method_and_a_column_for_each_budget():
         "| `sol` | h3-10s | 0.277 (27%) |",
     ]
     assert section("curve problem=h3-5s", rows) == "*Nothing recorded yet.*"
+    ablations = section("quality ablations", rows)
+    assert "tail=none" in ablations and "tau=1.0" not in ablations
 
 
 def test_documents_are_rewritten_between_their_markers(tmp_path, capsys):

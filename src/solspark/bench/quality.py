@@ -112,11 +112,12 @@ def _sol(inputs: Inputs, options: dict[str, Any]) -> Case:
         wide = wide_sample(inputs)
         return _sampled_case(inputs, lambda: sampled.sampled_sol(inputs, wide, known))
     known.update(sink_start=start, sink_tokens=inputs.query.shape[1] - start)
-    return _figure_case(
+    case = _figure_case(
         inputs,
         lambda: sol_attn(inputs.query, inputs.key, inputs.value, return_stats=True, **known),
         lambda result: result[1].density,
     )
+    return replace(case, precision=options.get("precision"))
 
 
 @method("quality", "spark", "topk_ratio", "preset", "reweight_components", "impl")
@@ -309,6 +310,7 @@ SWEEPS: tuple[tuple[tuple[str, ...], dict[str, list[Any]]], ...] = (
     (("sol",), {"topk_ratio": [0.1], "tail": ["block", "none"]}),
     (("sol-int8",), {"topk_ratio": [0.1, 0.2, 0.3], "tau": [1.0]}),
     (("sol-int8",), {"topk_ratio": [0.1], "token_aug": [256]}),
+    (("sol",), {"topk_ratio": [0.1], "precision": ["fp8"]}),
 )
 """What the report takes, the figures of the calibration first."""
 

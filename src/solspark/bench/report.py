@@ -2,8 +2,8 @@
 
 A section of a document reads `<!-- bench:LEVEL problem=NAME ... -->`, then whatever was written
 there, then `<!-- /bench -->`. LEVEL is a level of the rows, or "headline"; the words after it keep
-only rows whose field or option has that value (several values with commas). "floors", "calibration"
-and "curve" are sections of their own.
+only rows whose field or option has that value (several values with commas), "ablations" those with
+an option beside their route. "floors", "calibration" and "curve" are sections of their own.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ COMPARED = (*ATTENTION, "dit")
 """Levels whose times stand against dense attention, or a dense generation."""
 
 NOTHING = "*Nothing recorded yet.*"
+PLAIN_OPTIONS = {"inputs", "heads", "seed", "topk_ratio", "tau", "order"}
 NOT_A_FLAG = ("inputs", "heads", "seed")
 FLAGS = {
     "topk_ratio": "--topk-ratio",
@@ -329,6 +330,10 @@ def _matches(row: Row, words: Sequence[str]) -> bool:
     elif row.level != level:
         return False
     for word in filters:
+        if word == "ablations":
+            if set(row.options) <= PLAIN_OPTIONS:
+                return False
+            continue
         name, _, values = word.partition("=")
         actual = getattr(row, name) if hasattr(row, name) else row.options.get(name)
         if str(actual) not in values.split(","):

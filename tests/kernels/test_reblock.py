@@ -18,7 +18,7 @@ from solspark.types import TokenGrid
 pytest.importorskip("triton")
 
 from solspark.kernels import reblock as kernels
-from solspark.kernels import tree_fit, tree_route, tree_score
+from solspark.kernels import tree_fit, tree_route, tree_score, tree_spread
 
 GRID = TokenGrid(4, 10, 11)  # 440 tokens: 6 leaves and 56 excluded
 TOKENS = GRID.tokens
@@ -99,15 +99,16 @@ def tied_and_broken() -> torch.Tensor:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("order", "candidates"), [("flat", 1024), ("hilbert_wht", 4)])
-def test_streamed_segments_ties_and_broken_rows(order, candidates, monkeypatch):
-    """Segments above the register limit, with room for their ties and without."""
-    monkeypatch.setattr(tree_route, "REGISTER_TOKENS", 0)
+def test_spread_nodes_ties_and_broken_rows(order, candidates, monkeypatch):
+    """Nodes above the register limit, with room for their ties and without."""
     monkeypatch.setattr(kernels, "REGISTER_TOKENS", 0)
-    monkeypatch.setattr(tree_route, "CHUNK", 256)
-    monkeypatch.setattr(tree_route, "CANDIDATES", candidates)
+    monkeypatch.setattr(tree_spread, "CHUNK", 128)
+    monkeypatch.setattr(tree_spread, "CANDIDATES", candidates)
     x = tied_and_broken()
     assert_equals_the_reference(x, initial_order=order, max_children=2)
-    assert_equals_the_reference(gaussian(1, TOKENS, 16), initial_order=order)
+    # Six leaves in one level: splits of three depths, some of them holes.
+    arbitrary = {"max_children": 8, "fanout_mode": "arbitrary_fanout"}
+    assert_equals_the_reference(x[:2], initial_order=order, **arbitrary)
     assert_equals_the_reference(
         gaussian(1, TOKENS, 16), initial_order=order, distance="euclidean", max_children=4
     )
@@ -202,7 +203,10 @@ TYPES = {
     **dict.fromkeys(("tiles", "spans", "slots", "width"), "i32"),
     **dict.fromkeys(("sor", "sxr", "sxt"), "i64"),
     **dict.fromkeys(("order_ptr", "node_ptr", "split_ptr", "weight_ptr", "key_ptr"), "*i32"),
-    **dict.fromkeys(("moved_ptr", "histogram_ptr", "candidate_ptr"), "*i32"),
+    **dict.fromkeys(("moved_ptr", "histogram_ptr", "candidate_ptr", "state_ptr"), "*i32"),
+    **dict.fromkeys(("depth", "part", "rounds", "chunks"), "i32"),
+    "count_ptr": "*i32",
+    "slot_ptr": "*i8",
     **dict.fromkeys(("square_ptr", "gain_ptr", "offset_ptr", "score_ptr"), "*fp32"),
     "x_ptr": "*bf16",
     "centre_ptr": "*bf16",
@@ -260,14 +264,19 @@ def test_routing_in_registers_compiles(compile_ahead, tokens: int):
     compile_ahead(tree_route.route_kernel, TYPES, constants, num_warps=warps)
 
 
-@pytest.mark.parametrize("linear", [True, False])
-def test_streamed_routing_compiles(compile_ahead, linear: bool):
-    constants = {
-        "CHUNK": tree_route.CHUNK,
-        "CANDIDATES": tree_route.CANDIDATES,
-        "LINEAR": linear,
-        "REMAINDER": not linear,
-    }
-    compile_ahead(
-        tree_route.route_stream_kernel, TYPES, constants, num_warps=tree_route.STREAM_WARPS
-    )
+def test_spread_routing_compiles(compile_ahead):
+    chunk = {"CHUNK": tree_spread.CHUNK}
+    even = {**chunk, "LINEAR": True}
+    bits = {**chunk, "LINEAR": False, "CANDIDATES": tree_spread.CANDIDATES}
+    warps = tree_spread.WARPS
+    for kernel, constants, own in (
+        (tree_spread.count_kernel, {**even, "REMAINDER": False}, warps),
+        (tree_spread.find_kernel, {}, 4),
+        (tree_spread.collect_kernel, bits, warps),
+        (tree_spread.cut_kernel, bits, 4),
+        (tree_spread.leave_kernel, {**chunk, "SLOTS": 16, "REMAINDER": False}, warps),
+        (tree_spread.offsets_kernel, {"SLOTS": 16, "TILE": 32}, 4),
+        (tree_spread.move_kernel, {**chunk, "SLOTS": 16}, warps),
+        (tree_spread.keep_kernel, chunk, warps),
+    ):
+        compile_ahead(kernel, TYPES, constants, num_warps=own)

@@ -1,9 +1,10 @@
 """The landmark tree: level by level, equal-sized nodes of all trees together.
 
 A level takes a fit (tree_fit), a score (tree_score) and one routing launch a depth (tree_route) for
-each group of nodes of similar size. Features are read once a level; directions and scores, which
-travel between the launches, are a sixteenth to a quarter of that. Everything is enqueued from sizes
-known beforehand: no host sync, and the whole can be captured in a CUDA graph.
+each group of nodes of similar size; long nodes are routed by many programs each (tree_spread).
+Features are read once a level; directions and scores, which travel between the launches, are a
+sixteenth to a quarter of that. Everything is enqueued from sizes known beforehand: no host sync,
+and the whole can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from .tree_fit import launch_landmark_means, launch_tree_fit
 from .tree_route import REGISTER_TOKENS, launch_tree_route
 from .tree_score import launch_tree_score
+from .tree_spread import launch_tree_spread
 
 SPREAD_BELOW = 512
 """With fewer nodes than this the splits of a depth get a program each: 132 SMs, 4 programs each."""
@@ -85,9 +87,6 @@ def launch_reblock(
         return
     widest = max(group.splits.shape[1] for group in groups)
     scratch = torch.empty(trees * tokens * widest, device=x.device)
-    workspace = None
-    if max(group.sizes[0] for group in groups) > REGISTER_TOKENS:
-        workspace = (torch.empty_like(order), torch.empty_like(order))
     for group in groups:
         count, slots = group.splits.shape[:2]
         nodes, splits, largest = group.nodes, group.splits, group.sizes[0]
@@ -100,9 +99,10 @@ def launch_reblock(
             direction_dtype=direction_dtype, spread=trees * count < SPREAD_BELOW,
         )
         launch_tree_score(x, squares, order, nodes, largest, directions, offsets, scores)
-        launch_tree_route(
-            order, scores, nodes, splits, group.sizes, workspace, linear=not euclidean
-        )
+        if largest > REGISTER_TOKENS:
+            launch_tree_spread(order, scores, nodes, splits, largest, linear=not euclidean)
+        else:
+            launch_tree_route(order, scores, nodes, splits, group.sizes)
 
 
 def launch_remainder(squares: Tensor, order: Tensor, nodes: Tensor, splits: Tensor) -> None:
@@ -111,8 +111,6 @@ def launch_remainder(squares: Tensor, order: Tensor, nodes: Tensor, splits: Tens
     squares: float32 [R, T]. order: int32 [R, T], changed in place, both parts keep their order.
     nodes: int32 [1, 2] = (0, T). splits: int32 [1, 2, 3], whose first is (0, T, tokens to move).
     """
-    workspace = (torch.empty_like(order), torch.empty_like(order))
-    launch_tree_route(
-        order, squares[..., None], nodes, splits, (order.shape[1],), workspace, linear=False,
-        remainder=True,
+    launch_tree_spread(
+        order, squares[..., None], nodes, splits, order.shape[1], linear=False, remainder=True
     )

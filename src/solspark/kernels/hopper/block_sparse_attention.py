@@ -31,7 +31,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -40,6 +39,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...types import BLOCK, BlockPlan, BlockSummaries
 from ..quantize_fp8 import Fp8Operands
+from .ring import describe, fill, pass_over, release, slot, tma_load
 from .union_lists import launch_union_lists
 
 GROUP = 3
@@ -47,23 +47,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-1.0e30)
 
-# The name of the bulk tensor load changed after triton 3.6.
-_tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
 # fmt: off
-
-
-@gluon.jit
-def _slot(position, STAGES: gl.constexpr):
-    return position % STAGES, (position // STAGES) & 1
-
-
-@gluon.jit
-def _fill(desc, head, row, position, bufs, full, empty, STAGES: gl.constexpr, BYTES: gl.constexpr):
-    st, phase = _slot(position, STAGES)
-    mbarrier.wait(empty.index(st), phase ^ 1)
-    mbarrier.expect(full.index(st), BYTES)
-    _tma_load(desc, [head, row, 0], full.index(st), bufs.index(st))
 
 
 @gluon.jit
@@ -80,11 +64,11 @@ def _producer(
             if HAS_PARENTS:
                 row = gl.load(parent_ptr + gl.minimum(block0 + p, last_block)) * heads + head
             for t in range(tiles):
-                _fill(summary_desc, row, t * ROWS, position, bufs, full, empty, STAGES, BYTES)
+                fill(summary_desc, row, t * ROWS, position, bufs, full, empty, STAGES, BYTES)
                 position += 1
     for e in range(count):
         start = (gl.load(entry_row + e) >> 4) * ROWS
-        _fill(desc, kv_head, start, position, bufs, full, empty, STAGES, BYTES)
+        fill(desc, kv_head, start, position, bufs, full, empty, STAGES, BYTES)
         position += 1
 
 
@@ -93,7 +77,7 @@ def _scores(
     q_buf, k_bufs, position, k_full,
     BLOCK_T: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, SL: gl.constexpr,
 ):
-    st, phase = _slot(position, STAGES)
+    st, phase = slot(position, STAGES)
     mbarrier.wait(k_full.index(st), phase)
     k = k_bufs.index(st).reshape([BLOCK_T, D])
     zero = gl.zeros([BLOCK_T, BLOCK_T], gl.float32, SL)
@@ -129,7 +113,7 @@ def _weigh(
     BLOCK_T: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PL: gl.constexpr,
     FP8: gl.constexpr,
 ):
-    st, phase = _slot(position, STAGES)
+    st, phase = slot(position, STAGES)
     if FP8:
         # The keys of V's tiles are stored in the order in which a thread holds its scores.
         pb = p.to(v_bufs.dtype).reshape([BLOCK_T, BLOCK_T // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4))
@@ -140,21 +124,6 @@ def _weigh(
         v = v_bufs.index(st).reshape([BLOCK_T, D])
     mbarrier.wait(v_full.index(st), phase)
     return warpgroup_mma(pb, v, acc, is_async=True)
-
-
-@gluon.jit
-def _release(position, empty, STAGES: gl.constexpr):
-    st, _phase = _slot(position, STAGES)
-    mbarrier.arrive(empty.index(st))
-
-
-@gluon.jit
-def _pass_over(position, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr):
-    st, phase = _slot(position, STAGES)
-    mbarrier.wait(k_full.index(st), phase)
-    mbarrier.wait(v_full.index(st), phase)
-    mbarrier.arrive(k_empty.index(st))
-    mbarrier.arrive(v_empty.index(st))
 
 
 @gluon.jit
@@ -223,13 +192,13 @@ def _consumer(
         for p in range(passes):
             if (passes > 1) & (p != W):
                 for t in range(tiles):
-                    _pass_over(base + t, k_full, k_empty, v_full, v_empty, STAGES)
+                    pass_over(base + t, k_full, k_empty, v_full, v_empty, STAGES)
             else:
                 s_next = _scores(q, k_bufs, base, k_full, BLOCK_T, D, STAGES, SL)
                 for t in range(tiles - 1):
                     column = _summary_columns(t, bits_row, lm_row, key_blocks, BLOCK_T, SL)
                     s = warpgroup_mma_wait(0, deps=(s_next,))
-                    _release(base + t, k_empty, STAGES)
+                    release(base + t, k_empty, STAGES)
                     s = s * scale_log2 + column[None, :]
                     prob, m, denominator, acc = _probabilities(
                         s, m, denominator, acc, scale_log2, SL, OL, True, FP8
@@ -239,10 +208,10 @@ def _consumer(
                     )
                     s_next = _scores(q, k_bufs, base + t + 1, k_full, BLOCK_T, D, STAGES, SL)
                     acc = warpgroup_mma_wait(1, deps=(acc_next,))
-                    _release(base + t, v_empty, STAGES)
+                    release(base + t, v_empty, STAGES)
                 column = _summary_columns(tiles - 1, bits_row, lm_row, key_blocks, BLOCK_T, SL)
                 s = warpgroup_mma_wait(0, deps=(s_next,))
-                _release(base + tiles - 1, k_empty, STAGES)
+                release(base + tiles - 1, k_empty, STAGES)
                 s = s * scale_log2 + column[None, :]
                 prob, m, denominator, acc = _probabilities(
                     s, m, denominator, acc, scale_log2, SL, OL, True, FP8
@@ -251,7 +220,7 @@ def _consumer(
                     prob, v_bufs, base + tiles - 1, v_full, acc, BLOCK_T, D, STAGES, PL, FP8
                 )
                 acc = warpgroup_mma_wait(0, deps=(acc_next,))
-                _release(base + tiles - 1, v_empty, STAGES)
+                release(base + tiles - 1, v_empty, STAGES)
             base += tiles
 
     # The exact tiles of this query block, in the order of the union.
@@ -259,7 +228,7 @@ def _consumer(
     if own > 0:
         entry = gl.load(entry_row + e)
         while ((entry >> W) & 1) == 0:
-            _pass_over(base + e, k_full, k_empty, v_full, v_empty, STAGES)
+            pass_over(base + e, k_full, k_empty, v_full, v_empty, STAGES)
             e += 1
             entry = gl.load(entry_row + e)
         s_next = _scores(q, k_bufs, base + e, k_full, BLOCK_T, D, STAGES, SL)
@@ -269,7 +238,7 @@ def _consumer(
             e += 1
             entry = gl.load(entry_row + e)
             s = warpgroup_mma_wait(0, deps=(s_next,))
-            _release(base + here, k_empty, STAGES)
+            release(base + here, k_empty, STAGES)
             if HAS_BIAS:
                 s = _exact_columns(
                     s, start, bias_row, key_tokens, scale_log2, BLOCK_T, SL, HAS_BIAS
@@ -287,16 +256,16 @@ def _consumer(
             far = e - here >= STAGES
             if far:
                 acc_next = warpgroup_mma_init(warpgroup_mma_wait(0, deps=(acc_next,)))
-                _release(base + here, v_empty, STAGES)
+                release(base + here, v_empty, STAGES)
             for skipped in range(here + 1, e):
-                _pass_over(base + skipped, k_full, k_empty, v_full, v_empty, STAGES)
+                pass_over(base + skipped, k_full, k_empty, v_full, v_empty, STAGES)
             s_next = _scores(q, k_bufs, base + e, k_full, BLOCK_T, D, STAGES, SL)
             acc = warpgroup_mma_wait(1, deps=(acc_next,))
             if not far:
-                _release(base + here, v_empty, STAGES)
+                release(base + here, v_empty, STAGES)
         # Only the last tile can be ragged: lists ascend.
         s = warpgroup_mma_wait(0, deps=(s_next,))
-        _release(base + e, k_empty, STAGES)
+        release(base + e, k_empty, STAGES)
         s = _exact_columns(
             s, (entry >> 4) * BLOCK_T, bias_row, key_tokens, scale_log2, BLOCK_T, SL, HAS_BIAS
         )
@@ -305,10 +274,10 @@ def _consumer(
         )
         acc_next = _weigh(prob, v_bufs, base + e, v_full, acc, BLOCK_T, D, STAGES, PL, FP8)
         acc = warpgroup_mma_wait(0, deps=(acc_next,))
-        _release(base + e, v_empty, STAGES)
+        release(base + e, v_empty, STAGES)
         e += 1
     while e < count:
-        _pass_over(base + e, k_full, k_empty, v_full, v_empty, STAGES)
+        pass_over(base + e, k_full, k_empty, v_full, v_empty, STAGES)
         e += 1
 
     # A row without any key gives zero and LSE -inf.
@@ -383,7 +352,7 @@ def block_sparse_attention_kernel(
     BYTES: gl.constexpr = BLOCK_T * D * (q_desc.dtype.primitive_bitwidth // 8)
     mbarrier.expect(q_full, 3 * BYTES)
     for i in gl.static_range(3):
-        _tma_load(q_desc, [head, (block0 + i) * BLOCK_T, 0], q_full, q_bufs.index(i))
+        tma_load(q_desc, [head, (block0 + i) * BLOCK_T, 0], q_full, q_bufs.index(i))
 
     count = gl.load(union_ptr + head * groups + g)
     entry_row = entry_ptr + (head64 * groups + g) * width
@@ -467,22 +436,6 @@ def block_sparse_attention_kernel(
     )
 
 
-def _descriptor(x: Tensor, tokens_first: bool, rows: int = BLOCK) -> TensorDescriptor:
-    """Describe [L, H, D] (tokens first) or [R, L, D] as (row, tokens, D), a box of `rows` tokens."""
-    dim = x.shape[-1]
-    size = x.element_size()
-    layout = gl.NVMMASharedLayout(
-        swizzle_byte_width=min(128, dim * size), element_bitwidth=8 * size, rank=3
-    )
-    view = x.transpose(0, 1) if tokens_first else x
-    # The stride of a dimension of one is free; TMA wants it aligned all the same.
-    strides = [
-        stride if length > 1 else dim
-        for stride, length in zip(view.stride()[:2], view.shape, strict=False)
-    ]
-    return TensorDescriptor(view, list(view.shape), [*strides, 1], [1, rows, dim], layout)
-
-
 Descriptors = tuple[TensorDescriptor, ...]
 
 
@@ -490,23 +443,23 @@ def _half_descriptors(
     query: Tensor, key: Tensor, value: Tensor, summaries: BlockSummaries | None, sample: int
 ) -> Descriptors:
     """Describe Q, K, V and the summaries' keys and values of a sample, in the input type."""
-    q_desc, k_desc, v_desc = (_descriptor(x[sample], True) for x in (query, key, value))
+    q_desc, k_desc, v_desc = (describe(x[sample], True) for x in (query, key, value))
     if summaries is None:
         return q_desc, k_desc, v_desc, k_desc, v_desc
     stored = (x[sample].flatten(0, 1) for x in (summaries.keys, summaries.values))
-    return q_desc, k_desc, v_desc, *(_descriptor(x, False) for x in stored)
+    return q_desc, k_desc, v_desc, *(describe(x, False) for x in stored)
 
 
 def _fp8_descriptors(operands: Fp8Operands, sample: int) -> Descriptors:
     """Describe the FP8 operands of a sample in the same order; V in tiles of [D, 64]."""
     dim = operands.query.shape[3]
-    q_desc, k_desc = (_descriptor(x[sample], False) for x in (operands.query, operands.key))
-    v_desc = _descriptor(operands.value[sample].flatten(1, 2), False, dim)
+    q_desc, k_desc = (describe(x[sample], False) for x in (operands.query, operands.key))
+    v_desc = describe(operands.value[sample].flatten(1, 2), False, dim)
     if operands.summary_keys is None or operands.summary_values is None:
         return q_desc, k_desc, v_desc, k_desc, v_desc
-    ks_desc = _descriptor(operands.summary_keys[sample].flatten(0, 1), False)
+    ks_desc = describe(operands.summary_keys[sample].flatten(0, 1), False)
     tiles = operands.summary_values[sample].flatten(0, 1).flatten(1, 2)
-    return q_desc, k_desc, v_desc, ks_desc, _descriptor(tiles, False, dim)
+    return q_desc, k_desc, v_desc, ks_desc, describe(tiles, False, dim)
 
 
 def launch_block_sparse_attention(

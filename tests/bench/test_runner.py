@@ -54,6 +54,16 @@ def test_the_chunked_int8_call_gets_chunks_of_its_own_type(tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_outlier_channels_of_int8_are_measured_with_and_without_mending(tmp_path, capsys):
+    options = ["--level", "quality", "--methods", "sol-int8-outliers", "--sweep"]
+    rows = take(tmp_path, *options, "loud=none,k", "--sweep", "balance=False,True")
+    errors = [row.error["relative_l2"] for row in rows]
+    assert all(row.passed and row.precision == "int8" for row in rows)
+    assert errors[0] == errors[1] < errors[3] < 0.5 * errors[2]
+    assert take(tmp_path, *options, "loud=x", code=1)[-1].gate.startswith("ValueError: loud: ")
+    capsys.readouterr()
+
+
 def test_a_run_resumes_where_it_stopped(tmp_path, capsys):
     arguments = ("--level", "plan", "--methods", "pool,score_blocks", "--run", "one")
     first = take(tmp_path, *arguments)

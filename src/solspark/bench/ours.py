@@ -19,7 +19,7 @@ from solspark.bench.case import (
     method,
 )
 from solspark.bench.cost import attend_cost
-from solspark.bench.gate import Verdict, compare, gate_output, judge_plan
+from solspark.bench.gate import Verdict, compare, gate_output, judge_plan, sample_rows
 from solspark.bench.inputs import Inputs
 from solspark.bench.lists import block_lists, executed_pairs, plan_density, plan_from_lists
 from solspark.bench.packed_gate import judge_packed
@@ -471,6 +471,46 @@ def _int8(inputs: Inputs, options: dict[str, Any]) -> Case:
         run=lambda: attend(inputs.query, inputs.key, inputs.value, **known),
         judge=lambda out: judge_near(inputs, out, 1.0),
         error=lambda out: error_against_dense(inputs, out),
+        precision="int8",
+    )
+
+
+LOUD = {
+    "none": (0, 0, 0),
+    "k": (0, 1, 0),
+    "k/q": (-1, 1, 0),
+    "q": (1, 0, 0),
+    "qk": (1, 1, 0),
+    "v": (0, 0, 1),
+}
+"""Operands with loud channels -> powers of the gain on the channels of Q, K and V."""
+
+LOUD_CHANNELS = (3, 40, 77, 100)
+
+
+@method("quality", "sol-int8-outliers", "loud", "gain", "rotate", "balance", "impl")
+def _int8_outliers(inputs: Inputs, options: dict[str, Any]) -> Case:
+    """Build INT8 with every block exact, so that the error is that of the integers alone.
+
+    Four channels are `gain` times as loud as the others in the operands that `loud` names; Q and K
+    are half as large as the inputs, as the INT8 specification has them in its tests.
+    """
+    (attend,) = _optional("solspark.int8", "sol_attn")
+    known = {"loud": "k", "gain": 50.0, **call_options(options)}
+    powers, gain = LOUD.get(known.pop("loud")), float(known.pop("gain"))
+    if powers is None:
+        raise ValueError(f"loud: expected one of {', '.join(LOUD)}, got {options['loud']!r}")
+    query, key, value = inputs.query * 0.5, inputs.key * 0.5, inputs.value.clone()
+    for tensor, power in zip((query, key, value), powers, strict=True):
+        tensor[..., LOUD_CHANNELS] *= gain**power
+    loud = Inputs(inputs.problem, query, key, value, inputs.kind)
+    # Loud in both, Q and K make softmax all but one-hot: the error is a few rows whose key changes.
+    loud.sample = sample_rows(query.shape[1], inputs.heads, inputs.device, rows=query.shape[1])
+    return Case(
+        run=lambda: attend(query, key, value, float("-inf"), **known),
+        judge=lambda out: judge_near(loud, out, 1.0),
+        error=lambda out: error_against_dense(loud, out),
+        timed=False,
         precision="int8",
     )
 

@@ -96,12 +96,14 @@ def test_a_route_map_shows_what_reblocking_does(tmp_path):
 
 def test_quality_prints_the_calibration(tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
-    arguments = ["--problem", "tiny", "--only", "4", "--commit", "abc", "--out", str(out)]
+    arguments = ["--problem", "tiny", "--commit", "abc", "--out", str(out)]
     assert quality.main(arguments) == 0
     printed = capsys.readouterr().out
     assert "| mass recall of 10 %, reblocked | 0.8 to 0.83 | 0." in printed
     rows = list(read_rows([out]))
     assert all(item.level == "quality" and item.passed and item.ms is None for item in rows)
+    assert {item.method for item in rows} == {"recall", "skipped-mass", "sol", "spark", "sol-int8"}
+    assert {item.precision for item in rows} == {"fp32", "int8", "fp8"}
     recalls = {
         item.options["order"]: item.error["mass_recall"]
         for item in rows
@@ -114,22 +116,25 @@ def test_quality_prints_the_calibration(tmp_path, capsys):
     assert table.count("|  |") == 0 and "tiny, 2 heads" in table
 
 
-def test_a_cpu_evaluates_on_sampled_rows_what_whole_calls_give(tmp_path, capsys):
-    arguments = ["--problem", "tiny", "--heads", "1", "--commit", "abc"]
+def test_a_cpu_evaluates_on_sampled_rows_what_whole_calls_give(tmp_path, capsys, monkeypatch):
+    sweeps = (
+        (("sol",), {"topk_ratio": [0.1], "tau": [1.0], "tail": [None, "block"]}),
+        (("spark",), {"topk_ratio": [0.1], "reweight_components": [None, "bias_only"]}),
+        (("spark",), {"topk_ratio": [0.2], "preset": ["fast"]}),
+    )
+    monkeypatch.setattr(quality, "SWEEPS", sweeps)
     found = []
     for extra in ([], ["--impl", "eager"]):
         out = tmp_path / f"rows{len(found)}.jsonl"
-        assert quality.main([*arguments, *extra, "--out", str(out)]) == 0
-        rows = [item for item in read_rows([out]) if item.method in ("sol", "spark")]
-        # FP8 is a matter of rounding, so it always runs whole.
-        found.append([item for item in rows if "precision" not in item.options])
+        arguments = ["--problem", "tiny", "--heads", "1", "--commit", "abc", "--out", str(out)]
+        assert quality.main([*arguments, "--only", "3", *extra]) == 0
+        found.append(list(read_rows([out])))
+    assert len(found[0]) == 7
     for one, whole in zip(*found, strict=True):
         assert whole.implementation != one.implementation == sampled.WORDS
         assert one.density == pytest.approx(whole.density, rel=1e-4)
         errors = [item.error["relative_l2"] for item in (one, whole)]
         assert errors[0] == pytest.approx(errors[1], rel=1e-3), one.options
-    methods = {item.method for item in read_rows([out])}
-    assert methods == {"recall", "skipped-mass", "sol", "spark", "sol-int8"}
     capsys.readouterr()
 
 

@@ -18,14 +18,14 @@ from solspark.reference.sol_int8 import budget, live_lengths, route
 from solspark.reference.sol_int8 import sol_int8 as float_reference
 from solspark.reference.sol_int8_quantized import (
     BELOW,
+    BEYOND,
     MASKED,
     NEG,
-    TOP_EDGE,
-    admission_edge,
+    admission,
     attend_tile,
-    bins,
     candidates,
-    largest_tokens,
+    levels,
+    listed_tokens,
     sol_int8_quantized,
 )
 from solspark.testing import assert_close_to_oracle, make_qkv, nan_filled_allocations
@@ -230,24 +230,33 @@ def test_lengths_are_clamped():
     assert live_lengths(None, 130, torch.device("cpu")).tolist() == [64, 64, 2]
 
 
-def test_histogram_bins_and_edges():
-    above = torch.tensor([-0.1, 0.0, 0.24, 0.25, 23.99, 24.0, 25.99, 26.0, 87.0, 500.0])
-    assert bins(above).tolist() == [-1, 0, 0, 1, 95, 96, 96, 97, 127, 127]
-    histogram = torch.zeros(3, 128, dtype=torch.int64)
-    histogram[0, [127, 97, 95, 10]] = torch.tensor([10, 20, 30, 40])
-    histogram[1, 127] = 65
-    histogram[2, 5] = 64
-    # 60 fit down to bin 95; the empty bins below it, down to 11, cost nothing.
-    assert admission_edge(histogram, 64).tolist() == [11 * 0.25, TOP_EDGE, 0.0]
-    assert TOP_EDGE == 88.0 and BELOW == 8.0 and MASKED < -1e36
+def test_levels_are_the_histogram_s_bins():
+    above = torch.tensor([-0.1, 0.0, 0.24, 0.25, 23.99, 24.0, 25.99, 26.0, 87.0, 88.0, 500.0])
+    everything = torch.ones_like(above, dtype=torch.bool)
+    assert levels(above, everything).tolist() == [1, 2, 2, 3, 97, 98, 98, 99, 129, 130, 255]
+    assert levels(above, ~everything).tolist() == [0] * 11
+    assert BEYOND == 130 and BELOW == 8.0 and MASKED < -1e36
 
 
-def test_the_largest_tokens_are_kept_in_ascending_order():
-    scores = torch.tensor([5.0, 9.0, 9.0, 1.0, 9.0, 7.0])
-    everything = torch.ones(6, dtype=torch.bool)
-    assert largest_tokens(scores, everything, 2).tolist() == [1, 2]
-    assert largest_tokens(scores, everything, 4).tolist() == [1, 2, 4, 5]
-    assert largest_tokens(scores, scores < 6, 4).tolist() == [0, 3]
+def test_whole_bins_are_admitted():
+    histogram = torch.zeros(4, 256, dtype=torch.int64)
+    histogram[:, 0] = 1000
+    histogram[0, [129, 99, 97, 12]] = torch.tensor([10, 20, 30, 40])
+    histogram[1, 129] = 65
+    histogram[2, 2] = 64
+    histogram[3, [250, 140, 130, 50]] = torch.tensor([10, 90, 7, 5])
+    cut, spare = admission(histogram, 64)
+    # 60 fit down to level 97; a bin that would not fit is left out whole, as is what lies below the
+    # histogram. Beyond the last bin the second level is taken in part.
+    assert cut.tolist() == [12, 129, 1, 140] and spare.tolist() == [0, 0, 0, 54]
+
+
+def test_of_equal_levels_the_first_tokens_are_listed():
+    level = torch.tensor([140, 150, 150, 2, 150, 145])
+    cut, spare = torch.tensor(150), torch.tensor(2)
+    assert listed_tokens(level, cut, spare).tolist() == [1, 2]
+    assert listed_tokens(level, torch.tensor(145), torch.tensor(0)).tolist() == [1, 2, 4]
+    assert listed_tokens(level, torch.tensor(2), torch.tensor(0)).tolist() == [0, 1, 2, 4, 5]
 
 
 def test_a_block_that_only_the_partner_routes_is_no_candidate():

@@ -1,6 +1,6 @@
 """Choose the exact key blocks of every query block: packed bits, an ascending list and its length.
 
-    top-k:  the k highest candidate scores, of equal ones the lower block
+    top-k:  the k highest candidate scores, of equal ones the lower block (or all, if asked)
     tau:    scores[i, j] > thresholds[i]  (strict)
     always: sinks, the band |i - j| <= radius, every live block of a dense row; never a dead block
 
@@ -55,7 +55,7 @@ _CUT_FREE = ["heads", "query_blocks", "key_blocks", "top_k", "ssb", "ssh", "slb"
 def cut_blocks_kernel(
     scores_ptr, column_ptr, live_ptr, cut_ptr, spare_ptr, heads, query_blocks, key_blocks, top_k,
     ssb: tl.int64, ssh: tl.int64, slb: tl.int64, slh: tl.int64,
-    CHUNK: tl.constexpr, HAS_LIVE: tl.constexpr, SINGLE: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_LIVE: tl.constexpr, SINGLE: tl.constexpr, TIES: tl.constexpr,
 ):
     pid = tl.program_id(0)
     i = pid % query_blocks
@@ -106,6 +106,8 @@ def cut_blocks_kernel(
             total += (key > cut).to(tl.int32)
         spare = k - tl.sum(total)
     tl.store(cut_ptr + pid, cut)
+    if TIES:
+        spare = key_blocks
     tl.store(spare_ptr + pid, spare)
 
 
@@ -192,13 +194,14 @@ def launch_select_blocks(
     *,
     top_k: int,
     local_radius: int,
+    ties: bool = False,
     chunk: int = CHUNK,
 ) -> None:
     """Enqueue selection into bits [B, H, NQ, W], indices [B, H, NQ, M] and counts [B, H, NQ].
 
     scores: float32 [B, H, NQ, NK], rows contiguous; thresholds: float32 [B, H, NQ] or None for
     top-k; columns: int8 [NK] flags; rows: int8 [NQ], non-zero for a dense query block; live: uint8
-    [B, 1 or H, NK] or None.
+    [B, 1 or H, NK] or None; ties: whether all scores that equal the last one chosen are.
     """
     batch, heads, nq, nk = scores.shape
     rows_total = batch * heads * nq
@@ -214,7 +217,7 @@ def launch_select_blocks(
         cut_blocks_kernel[(rows_total,)](
             scores, columns, alive, cut, spare, heads, nq, nk, top_k,
             *scores.stride()[:2], *live_strides,
-            CHUNK=chunk, HAS_LIVE=live is not None, SINGLE=nk <= chunk, num_warps=4,
+            CHUNK=chunk, HAS_LIVE=live is not None, SINGLE=nk <= chunk, TIES=ties, num_warps=4,
         )
     select_blocks_kernel[(rows_total,)](
         scores, thr, cut, spare, columns, rows, alive, bits, indices, counts,

@@ -1,41 +1,99 @@
 """Read each query block's exact key blocks in INT8, on top of the state of its other blocks.
 
-    s = a q.k qs ks + bias,  b = max(rowmax s, M - 20),  p = rne(255 2^(s - b))
-    M' = max(M, b),  L' = L 2^(M - M') + 2^(b - M') sum p / 255,  O' likewise with p v
-    out = O / L * vscale  [+ gate * coarse]
+    x = (q.k) ks,  s = f x + bias,  f = a qs,  b = max(rowmax s, M - 20)
+    p = rne(255 2^(s - b)),  A' = A 2^(b_before - b) + p v,  L' likewise with 1 for v
+    out = A / L * vscale  [+ gate * coarse]
 
-One program = one (query block, head): 64 rows of Q, which stay in registers. It reads the K and V
-tiles of its list, 16 KiB a tile, from L2 where neighbours share them, and writes its rows once.
-Both products are int8 x int8: p - 128 is signed, and 128 times the tile's column sums of V, which
-are given, make up for it.
+A and L are kept in units of the newest tile's b, so that the product with V adds to them as it is
+and a tile's bytes have their full range: one multiplication an element of A a tile.
+
+One program = one (query block, head): 64 rows of Q in shared memory. It reads the K and V tiles of
+its list, 16 KiB a tile, from L2 where neighbours share them, then the rows of its pair's token
+list, gathered, and writes its rows once. Q K^T is int8 x int8; V is widened to float16, which holds
+every byte of P and V exactly, for an int8 product would need V transposed and its int32 results
+converted, scaled and added in registers. Only the last block can hold rows past T: it is the last
+of its ascending list, so that the main loop masks nothing.
+
+On sm_90 (triton 3.6) the main loop is 590 instructions a warp and tile, both products are wgmma and
+163 registers a thread let three programs share an SM; 1,049 and two with an int8 product of P and
+V. Predicted, not yet run: 600 to 750 cycles a tile, 7.4 million tiles at T = 73,584, H = 56, 10 %,
+so 20 to 25 ms.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..types import BLOCK, QuantizedQKV
-from .quantize import round_even
+from .quantize import ROUNDER
 
 NEG = tl.constexpr(-3.0e38)
 MASKED = tl.constexpr(-1.0e37)
 OCTAVES = tl.constexpr(20.0)
+LOG2_255 = tl.constexpr(7.994353436858858)
+ROUNDER_BITS = tl.constexpr(0x4B400000)
+
+# Three programs of 128 threads share an SM. What little a variant spills, it spills outside the
+# main loop.
+REGISTERS = 168
 
 
-@triton.jit(
-    do_not_specialize=[
-        "first_head",
-        "heads",
-        "blocks",
-        "tokens",
-        "sink_first",
-        "sink_count",
-        "sob",
-        "sgb",
-    ]
-)
+@triton.jit
+def widen(v, PTX: tl.constexpr):
+    """Turn int8 into float16: byte + 128 becomes the mantissa of 1024, four bytes at a time."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 bytes, bias;
+            xor.b32 bytes, $2, 0x80808080;
+            mov.b32 bias, 0x64806480;
+            prmt.b32 $0, bytes, 0x64646464, 0x5140;
+            prmt.b32 $1, bytes, 0x64646464, 0x7362;
+            sub.f16x2 $0, $0, bias;
+            sub.f16x2 $1, $1, bias;
+            }
+            """,
+            "=r,=r,r",
+            args=[v],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return v.to(tl.float16)
+
+
+@triton.jit
+def add_tile(s, v, factor, high, base, mass, acc, SCALED: tl.constexpr, PTX: tl.constexpr):
+    """Add a tile of scores, still to be multiplied by `factor` unless SCALED, to a state.
+
+    The state is a running maximum, the maximum `base` of the newest tile, and mass and sums in
+    units of 2^base / 255. A masked score is below all that the smallest `base` allows.
+    """
+    if SCALED:
+        peak = tl.max(s, 1)
+    else:
+        peak = tl.max(s, 1) * factor
+    # Every tile has the bytes' full range, unless it is far below what was seen.
+    peak = tl.maximum(tl.maximum(peak, high - OCTAVES), MASKED)
+    lift = peak - LOG2_255
+    if SCALED:
+        p = tl.exp2(s - lift[:, None])
+    else:
+        p = tl.exp2(s * factor[:, None] - lift[:, None])
+    p += ROUNDER
+    count = tl.sum(p.to(tl.int32, bitcast=True) - ROUNDER_BITS, 1)
+    keep = tl.exp2(base - peak)
+    mass = mass * keep + count.to(tl.float32)
+    acc = tl.dot((p - ROUNDER).to(tl.float16), widen(v, PTX), acc * keep[:, None])
+    return tl.maximum(high, peak), peak, mass, acc
+
+
+@triton.jit(do_not_specialize=["heads", "blocks", "tokens", "width", "budget", "sgb"])
 def sol_int8_kernel(
     q_ptr,
     q_scale_ptr,
@@ -44,129 +102,150 @@ def sol_int8_kernel(
     bias_ptr,
     v_ptr,
     v_scale_ptr,
-    v_sum_ptr,
     shift_ptr,
     tail_high_ptr,
     tail_mass_ptr,
     tail_out_ptr,
     index_ptr,
     count_ptr,
+    token_ptr,
+    token_count_ptr,
     length_ptr,
     out_ptr,
     gate_ptr,
     coarse_ptr,
     a,
-    first_head,
     heads,
     blocks,
     tokens,
-    sink_first,
-    sink_count,
-    sob: tl.int64,
-    sot: tl.int64,
-    soh: tl.int64,
+    width,
+    budget,
     sgb: tl.int64,
     sgt: tl.int64,
     sgh: tl.int64,
-    sgd: tl.int64,
+    TAIL: tl.constexpr,
+    BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
     GATE: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PTX: tl.constexpr,
 ):
-    m = tl.program_id(0)
-    local = tl.program_id(1).to(tl.int64)
-    bh = first_head + local
+    pid = tl.program_id(0)
+    m = pid % blocks
+    bh = (pid // blocks).to(tl.int64)
     b = bh // heads
     h = bh % heads
     offs = tl.arange(0, ROWS)
     offs_d = tl.arange(0, D)
-    rows = bh * blocks * ROWS + m * ROWS + offs
+    state = bh * blocks + m
+    first = bh * blocks * ROWS
+    rows = state * ROWS + offs
     q = tl.load(q_ptr + rows[:, None] * D + offs_d[None, :])
     factor = tl.load(q_scale_ptr + rows) * a
 
     # The tail is centred by this call's mean, exact keys by key_center: move it to their origin.
-    shift = tl.load(shift_ptr + bh * D + offs_d)
-    state = local * blocks + m
-    tail_high = tl.load(tail_high_ptr + state)
-    high = tail_high + tl.sum(q.to(tl.float32) * shift[None, :], 1) * factor
-    high = tl.where(tail_high > MASKED, high, NEG)
-    mass = tl.zeros([ROWS], tl.float32) + tl.load(tail_mass_ptr + state)
-    acc = tl.zeros([ROWS, D], tl.float32) + tl.load(tail_out_ptr + state * D + offs_d)[None, :]
+    if TAIL:
+        shift = tl.load(shift_ptr + bh * D + offs_d)
+        tail_high = tl.load(tail_high_ptr + state)
+        high = tail_high + tl.sum(q.to(tl.float32) * shift[None, :], 1) * factor
+        high = tl.where(tail_high > MASKED, high, NEG)
+        mass = tl.zeros([ROWS], tl.float32) + tl.load(tail_mass_ptr + state) * 255.0
+        tail_out = tl.load(tail_out_ptr + state * D + offs_d) * 255.0
+        acc = tl.zeros([ROWS, D], tl.float32) + tail_out[None, :]
+    else:
+        high = tl.full([ROWS], NEG, tl.float32)
+        mass = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, D], tl.float32)
+    base = high
 
-    # Sinks come first, then the list.
-    listed = tl.load(count_ptr + state)
-    for step in range(sink_count + listed):
-        place = tl.maximum(step - sink_count, 0)
-        chosen = tl.load(index_ptr + state * blocks + place, mask=step >= sink_count, other=0)
-        n = tl.where(step < sink_count, sink_first + step, chosen)
-        keys = bh * blocks * ROWS + n * ROWS + offs
-        k = tl.load(k_ptr + keys[None, :] * D + offs_d[:, None])
-        s = tl.dot(q, k, out_dtype=tl.int32).to(tl.float32) * factor[:, None]
-        k_scale = tl.load(k_scale_ptr + keys)
-        bias = tl.load(bias_ptr + b * blocks * ROWS + n * ROWS + offs)
-        s = s * k_scale[None, :] + bias[None, :]
+    # A block number is fetched one tile ahead: 2-byte loads cannot be asynchronous copies, and
+    # would keep the K and V that depend on them from being any.
+    count = tl.load(count_ptr + state)
+    list_row = index_ptr + state * width
+    k_base = k_ptr + first * D
+    v_base = v_ptr + first * D
+    ragged = 0
+    if (not BIAS) & (count > 0):
+        last = tl.load(list_row + count - 1).to(tl.int32)
+        ragged = ((last == blocks - 1) & (tokens < blocks * ROWS)).to(tl.int32)
+    n = tl.load(list_row, mask=count > 0, other=0)
+    for e in tl.range(0, count - ragged, num_stages=STAGES):
+        keys = n.to(tl.int64) * ROWS + offs
+        n = tl.load(list_row + e + 1, mask=e + 1 < count, other=0)
+        k = tl.load(k_base + keys[:, None] * D + offs_d[None, :])
+        k_scale = tl.load(k_scale_ptr + first + keys)
+        v = tl.load(v_base + keys[:, None] * D + offs_d[None, :])
+        s = tl.dot(q, tl.trans(k), out_dtype=tl.int32).to(tl.float32) * k_scale[None, :]
+        if BIAS:
+            s = s * factor[:, None] + tl.load(bias_ptr + b * blocks * ROWS + keys)[None, :]
+        high, base, mass, acc = add_tile(s, v, factor, high, base, mass, acc, BIAS, PTX)
 
-        # Every tile has the bytes' full range, unless it is far below what was seen.
-        peak = tl.maximum(tl.max(s, 1), high - OCTAVES)
-        top = tl.maximum(high, peak)
-        p = round_even(tl.exp2(s - peak[:, None]) * 255.0)
-        p = tl.where(s > MASKED, p, 0.0)
-        weight = tl.exp2(peak - top) / 255.0
-        keep = tl.exp2(high - top)
-        mass = mass * keep + weight * tl.sum(p, 1)
-        v = tl.load(v_ptr + keys[:, None] * D + offs_d[None, :])
-        product = tl.dot((p - 128.0).to(tl.int8), v, out_dtype=tl.int32)
-        columns = tl.load(v_sum_ptr + (bh * blocks + n) * D + offs_d)
-        product += 128 * columns[None, :]
-        acc = acc * keep[:, None] + product.to(tl.float32) * weight[:, None]
-        high = top
+    # What is masked: the last block's rows past T, then the tokens of the pair's list, gathered.
+    more = ragged
+    listed = 0
+    if TOKENS:
+        pair = bh * tl.cdiv(blocks, 2) + m // 2
+        listed = tl.load(token_count_ptr + pair)
+        more += tl.cdiv(listed, ROWS)
+    for e in tl.range(0, more, num_stages=1):
+        keys = ((blocks - 1) * ROWS + offs).to(tl.int64)
+        alive = keys < tokens
+        if TOKENS:
+            place = (e - ragged) * ROWS + offs
+            inside = (place >= 0) & (place < listed)
+            token = tl.load(token_ptr + pair * budget + place, mask=inside, other=0)
+            keys = tl.where(e < ragged, keys, token.to(tl.int64))
+            alive = tl.where(e < ragged, alive, inside)
+        k = tl.load(k_base + keys[:, None] * D + offs_d[None, :])
+        k_scale = tl.load(k_scale_ptr + first + keys)
+        v = tl.load(v_base + keys[:, None] * D + offs_d[None, :])
+        s = tl.dot(q, tl.trans(k), out_dtype=tl.int32).to(tl.float32) * k_scale[None, :]
+        s = tl.where(alive[None, :], s * factor[:, None], NEG)
+        high, base, mass, acc = add_tile(s, v, factor, high, base, mass, acc, True, PTX)
 
     v_scale = tl.load(v_scale_ptr + bh * D + offs_d)
     out = acc / tl.maximum(mass, 1e-30)[:, None] * v_scale[None, :]
     token = m * ROWS + offs
     inside = token < tokens
-    token = token.to(tl.int64)
     if GATE:
-        gate = tl.load(
-            gate_ptr + b * sgb + h * sgh + token[:, None] * sgt + offs_d[None, :] * sgd,
-            mask=inside[:, None],
-            other=0.0,
-        )
+        place = token.to(tl.int64)[:, None] * sgt + offs_d[None, :]
+        gate = tl.load(gate_ptr + b * sgb + h * sgh + place, mask=inside[:, None], other=0.0)
         coarse = tl.load(coarse_ptr + state * D + offs_d)
         out += gate.to(tl.float32) * coarse[None, :]
     out = tl.where((offs < tl.load(length_ptr + m))[:, None], out, 0.0)
-    tl.store(
-        out_ptr + b * sob + h * soh + token[:, None] * sot + offs_d[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=inside[:, None],
-    )
+    place = ((b * tokens + token) * heads + h)[:, None] * D + offs_d[None, :]
+    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
 def launch_sol_int8(
     qkv: QuantizedQKV,
-    value_columns: Tensor,
-    tail: tuple[Tensor, Tensor, Tensor],
+    tail: tuple[Tensor, Tensor, Tensor] | None,
     indices: Tensor,
     counts: Tensor,
-    out: Tensor,
+    tokens: tuple[Tensor, Tensor] | None,
     gate: Tensor | None,
     coarse: Tensor | None,
     *,
     a: float,
-    first_head: int,
-    sinks: tuple[int, int],
-) -> None:
-    """Enqueue some heads, counted through samples, and write their rows of out [B, T, H, D].
+    dtype: torch.dtype,
+    ptx: bool = torch.version.hip is None,
+) -> Tensor:
+    """Enqueue the attention and return [B, T, H, D] of `dtype`.
 
-    value_columns: int32 [B, H, N, D], sums of the integers of V over each block. tail: float32
-    [G, N], [G, N], [G, N, D]; indices int32 [G, N, N] and counts int32 [G, N] without the sinks;
-    coarse float32 [G, N, D]: all of the G heads from `first_head` on, contiguous.
+    tail: float32 [BH, N], [BH, N], [BH, N, D], or None; indices integers [BH, N, M], ascending, and
+    counts int32 [BH, N]; tokens: int32 [BH, P, A] and [BH, P] for the P pairs of query blocks, or
+    None; coarse float32 [BH, N, D], with gate [B, T, H, D]. All are contiguous, but for gate, whose
+    last stride is 1.
     """
-    _, heads, _, dim = qkv.query.shape
-    group, blocks = counts.shape
-    strides = (0, 0, 0, 0) if gate is None else gate.stride()
-    sink_count = max(0, min(sinks[1], blocks) - sinks[0])
-    sol_int8_kernel[(blocks, group)](
+    batch, heads, _, dim = qkv.query.shape
+    blocks = qkv.lengths.numel()
+    out = torch.empty(batch, qkv.tokens, heads, dim, dtype=dtype, device=qkv.query.device)
+    state = (None, None, None) if tail is None else tail
+    token_list, token_counts = (None, None) if tokens is None else tokens
+    strides = (0, 0, 0) if gate is None else gate.stride()[:3]
+    sol_int8_kernel[(blocks * batch * heads,)](
         qkv.query,
         qkv.query_scale,
         qkv.key,
@@ -174,27 +253,32 @@ def launch_sol_int8(
         qkv.key_bias,
         qkv.value,
         qkv.value_scale,
-        value_columns,
         qkv.shift,
-        *tail,
+        *state,
         indices,
         counts,
+        token_list,
+        token_counts,
         qkv.lengths,
         out,
-        out if gate is None else gate,
-        tail[2] if coarse is None else coarse,
+        gate,
+        coarse,
         a,
-        first_head,
         heads,
         blocks,
         qkv.tokens,
-        sinks[0],
-        sink_count,
-        *out.stride()[:3],
+        indices.shape[2],
+        0 if token_list is None else token_list.shape[2],
         *strides,
+        TAIL=tail is not None,
+        BIAS=qkv.biased,
+        TOKENS=tokens is not None,
         GATE=gate is not None,
         D=dim,
         ROWS=BLOCK,
+        STAGES=3 if torch.version.hip is None else 2,
+        PTX=ptx,
         num_warps=4,
-        num_stages=2,
+        **({"maxnreg": REGISTERS} if ptx else {}),
     )
+    return out

@@ -200,7 +200,7 @@ class _Carriers:
         device: torch.device,
         rotate: bool,
     ):
-        self.tokens, self.rotate = tokens, rotate
+        self.tokens, self.rotate, self.short = tokens, rotate, block_len is not None
         self.lengths = live_lengths(block_len, tokens, device)
         self.live = live_rows(self.lengths)
         blocks = self.lengths.numel()
@@ -340,6 +340,7 @@ class _Carriers:
             lengths=self.lengths,
             tokens=self.tokens,
             rotated=self.rotate,
+            biased=self.short or key_bias is not None,
         )
 
 

@@ -8,24 +8,24 @@ import torch
 from torch import Tensor
 
 from solspark import _checks
-from solspark.ops import _dispatch, _triton
+from solspark.ops import _dispatch, _sol_int8_triton, _triton
 from solspark.ops.qkv_producer import quantize_qkv
-from solspark.reference.qkv_producer import NEG, basis, quantize_rows
-from solspark.reference.sol_int8 import LOG2E, coarse, live_rows, route
+from solspark.reference.qkv_producer import NEG
+from solspark.reference.sol_int8 import LOG2E, live_rows, route
 from solspark.reference.sol_int8_quantized import (
     BELOW,
-    COARSE_BINS,
-    FINE_BINS,
     GROUP,
     LEVELS,
     MASKED,
+    MOST,
     OCTAVES,
-    admission_edge,
+    admission,
     biased_blocks,
-    bins,
     candidates,
-    largest_tokens,
+    levels,
+    listed_tokens,
     merge_states,
+    pair_centroids,
 )
 from solspark.types import BLOCK, AttentionCall, QuantizedQKV
 
@@ -34,9 +34,6 @@ __all__ = ["TOKEN_BUDGETS", "sol_int8"]
 TOKEN_BUDGETS = (0, 64, 128, 192, 256)
 SLAB_BYTES = 32 * 2**20
 """Scores of tokens, or of block means, in flight."""
-
-ROUTE_BYTES = 256 * 2**20
-"""Work space of routing on a GPU."""
 
 State = tuple[Tensor, Tensor, Tensor]
 
@@ -152,7 +149,7 @@ def _eager(
             state = _pooled_tail(head, taken, tail)
             if rest is not None:
                 state = merge_states(state, rest)
-            rows = _exact_rows(head, exact, sinks, lists, state)
+            rows = _exact_rows(head, exact, lists, state)
             if coarse_gate is not None:
                 rows = rows + coarse_gate[b, :, h].float() * _coarse_rows(head)
             out[b, :, h] = rows.masked_fill(~live, 0.0).to(dtype)
@@ -214,14 +211,9 @@ def _fold(state: State, scores: Tensor, values: Tensor) -> State:
     return top, mass * keep + p.sum(1), numerator * keep[:, None] + p @ values
 
 
-def _exact_rows(
-    head: _Head, exact: Tensor, sinks: tuple[int, int], lists: dict[int, Tensor], state: State
-) -> Tensor:
+def _exact_rows(head: _Head, exact: Tensor, lists: dict[int, Tensor], state: State) -> Tensor:
     """Return float32 [T, D]: each query block over its exact blocks, its tokens and its tail."""
     device = exact.device
-    column = torch.arange(head.blocks, device=device)
-    in_sink = (column >= sinks[0]) & (column < sinks[1])
-    order = torch.cat([column[in_sink], column[~in_sink]])
     inside = torch.arange(BLOCK, device=device)
     out = torch.empty(head.blocks * BLOCK, head.value.shape[1], device=device)
     for m in range(head.blocks):
@@ -230,7 +222,7 @@ def _exact_rows(
         # Exact keys are centred by key_center, the tail by this call's mean.
         high = torch.where(state[0][m] > MASKED, state[0][m] + (query @ head.shift) * factor, NEG)
         running = (high, state[1][m].expand(BLOCK), state[2][m].expand(BLOCK, -1))
-        tiles = order[exact[m, order]]
+        tiles = exact[m].nonzero()[:, 0]
         chosen = [(tiles[:, None] * BLOCK + inside).flatten()]
         listed = lists.get(m // GROUP)
         if listed is not None and listed.numel():
@@ -264,16 +256,11 @@ def _refine_tokens(
     device = refined.device
     pairs = -(-head.blocks // GROUP)
     pad = pairs * GROUP - head.blocks
-    members = torch.nn.functional.pad(head.query_means, (0, 0, 0, pad)).unflatten(0, (-1, GROUP))
-    size = torch.full((pairs, 1), float(GROUP), device=device)
-    size[-1] -= pad
-    centroid, centroid_scale = quantize_rows(basis(members.sum(1) / size, head.rotated))
-    factor = centroid_scale * head.a
+    centroid, factor, offset = pair_centroids(head.query_means, head.shift, head.a, head.rotated)
     highest = head.scores.masked_fill(~refined, -math.inf).amax(1)
     highest = torch.nn.functional.pad(highest, (0, pad), value=-math.inf)
     highest = highest.unflatten(0, (-1, GROUP)).amax(1)
     refined = refined[::GROUP]
-    offset = (centroid.float() @ head.shift) * factor
 
     lists: dict[int, Tensor] = {}
     states = (
@@ -287,15 +274,12 @@ def _refine_tokens(
         scores = (centroid[some].float() @ head.key.mT) * factor[some, None]
         scores = scores * head.key_scale + head.key_bias - offset[some, None]
         candidate = refined[some].repeat_interleave(BLOCK, 1) & (scores > MASKED)
-        above = (scores - highest[some, None] + BELOW).masked_fill_(~candidate, -1.0)
-        index = bins(above)
-        histogram = torch.zeros(len(some), FINE_BINS + COARSE_BINS, dtype=torch.int64)
-        histogram = histogram.to(device).scatter_add_(
-            1, index.clamp_min(0), (index >= 0).to(torch.int64)
-        )
-        admitted = candidate & (above >= admission_edge(histogram, capacity)[:, None])
+        level = levels(scores - highest[some, None] + BELOW, candidate)
+        histogram = torch.zeros(len(some), MOST + 1, dtype=torch.int64, device=device)
+        histogram.scatter_add_(1, level, torch.ones_like(level))
+        cuts, spares = admission(histogram, capacity)
         for place, pair in enumerate(some.tolist()):
-            listed = largest_tokens(scores[place], admitted[place], capacity)
+            listed = listed_tokens(level[place], cuts[place], spares[place])
             lists[pair] = listed
             candidate[place, listed] = False
         if tail:
@@ -318,94 +302,6 @@ def _coarse_rows(head: _Head) -> Tensor:
         for part in head.query_means.split(step)
     ]
     return torch.cat(parts).repeat_interleave(BLOCK, 0)[: head.tokens]
-
-
-def _run_triton(
-    qkv: QuantizedQKV,
-    tau: float,
-    scale: float,
-    sinks: tuple[int, int],
-    dense_rows: tuple[int, int],
-    topk_ratio: float,
-    tail: bool,
-    coarse_gate: Tensor | None,
-    token_aug: int,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Route some heads at a time in torch, and read their exact blocks in one launch."""
-    from solspark.kernels.block_lists import launch_block_lists
-    from solspark.kernels.sol_int8 import launch_sol_int8
-
-    batch, heads, _, head_dim = qkv.query.shape
-    blocks = qkv.lengths.numel()
-    device = qkv.query.device
-    out = torch.empty(batch, qkv.tokens, heads, head_dim, dtype=dtype, device=device)
-    counts = torch.empty(batch * heads, blocks, dtype=torch.int64, device=device)
-    columns = qkv.value.unflatten(2, (blocks, BLOCK)).sum(3, dtype=torch.int32)
-    column = torch.arange(blocks, device=device)
-    in_sink = (column >= sinks[0]) & (column < sinks[1])
-    lengths = qkv.lengths.float()
-    a = scale * LOG2E
-    # Scores, the ranked copy, weights, the mask and the lists: about twenty bytes a pair.
-    group = max(1, ROUTE_BYTES // (20 * blocks * blocks))
-    for first in range(0, batch * heads, group):
-        part = {
-            name: getattr(qkv, name).flatten(0, 1)[first : first + group]
-            for name in (
-                "centroid",
-                "centroid_scale",
-                "pooled",
-                "pooled_scale",
-                "query_means",
-                "key_means",
-                "key_var",
-                "value_sums",
-                "value_scale",
-            )
-        }
-        scores = part["centroid"].float() @ part["pooled"].float().mT
-        scores *= (part["centroid_scale"] * a)[..., None]
-        scores *= part["pooled_scale"][:, None]
-        exact = route(
-            scores,
-            part["query_means"],
-            part["key_var"],
-            scale=scale,
-            tau=tau,
-            topk_ratio=topk_ratio,
-            sinks=sinks,
-            dense_rows=dense_rows,
-        )
-        counts[first : first + group] = exact.sum(-1)
-        sums = part["value_sums"].float()
-        if tail:
-            scores.masked_fill_(exact, -math.inf)
-            high = scores.amax(2).clamp_min_(NEG)
-            weight = scores.sub_(high[..., None]).exp2_()
-            mass, numerator = weight @ lengths, weight @ (sums / part["value_scale"][:, None])
-        else:
-            high = torch.full_like(scores[..., 0], NEG)
-            mass, numerator = torch.zeros_like(high), torch.zeros_like(sums)
-        coarse_means = None
-        if coarse_gate is not None:
-            coarse_means = coarse(
-                part["query_means"], part["key_means"], sums / lengths[:, None], scale
-            )
-        listed, indices = launch_block_lists((exact & ~in_sink).to(torch.int8)[None])
-        launch_sol_int8(
-            qkv,
-            columns,
-            (high, mass, numerator),
-            indices[0],
-            listed[0],
-            out,
-            coarse_gate,
-            coarse_means,
-            a=a,
-            first_head=first,
-            sinks=sinks,
-        )
-    return out, counts.view(batch, heads, blocks)
 
 
 @torch.library.custom_op("solspark::sol_int8", mutates_args=())
@@ -466,11 +362,8 @@ def _reasons(call: AttentionCall) -> list[str]:
 
 
 def _triton_reasons(call: AttentionCall) -> list[str]:
-    found = _triton.obstacles(call, head_dims=(128,))
-    if call.variant == "tokens":
-        found.append("it has no token lists")
-    return found
+    return _triton.obstacles(call, head_dims=(128,))
 
 
 _dispatch.register("sol_int8", "eager", _reasons, _eager)
-_dispatch.register("sol_int8", "triton", _triton_reasons, _run_triton)
+_dispatch.register("sol_int8", "triton", _triton_reasons, _sol_int8_triton.run)

@@ -153,6 +153,7 @@ def quantize_qkv(
         lengths=lengths,
         tokens=tokens,
         rotated=rotate,
+        biased=key_bias is not None or block_len is not None,
     )
 
 

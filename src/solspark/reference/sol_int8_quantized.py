@@ -23,7 +23,8 @@ GROUP = 2
 FINE_BINS, COARSE_BINS = 96, 32
 FINE_WIDTH, COARSE_WIDTH, BELOW = 0.25, 2.0, 8.0
 FINE_SPAN = FINE_BINS * FINE_WIDTH
-TOP_EDGE = FINE_SPAN + COARSE_BINS * COARSE_WIDTH
+BEYOND, MOST = 2 + FINE_BINS + COARSE_BINS, 255
+"""The first level beyond the histogram's bins, and the last of all."""
 
 
 def proxy_scores(qkv: QuantizedQKV, scale: float) -> Tensor:
@@ -54,42 +55,66 @@ def candidates(exact: Tensor, sinks: tuple[int, int], biased: Tensor) -> Tensor:
     return free.repeat_interleave(GROUP, -2)[..., :rows, :]
 
 
-def bins(above: Tensor) -> Tensor:
-    """Return the histogram bin of each score, given how far it is above the lowest edge; -1 none.
+def levels(above: Tensor, candidate: Tensor) -> Tensor:
+    """Return each score's level, int64: 0 no candidate, 1 below the histogram, 2 + bin in it.
 
-    96 bins of 0.25 octaves, then 32 of 2; the last one takes all that is higher.
+    96 bins of 0.25 octaves, then 32 of 2, of which the last takes all that is higher. Levels go on
+    in steps of 2, up to 255: those from `BEYOND` on belong to no bin that is admitted in part.
+
+    Args: above, how far a score is above the lowest edge; candidate, bool.
     """
     fine = (above / FINE_WIDTH).floor()
-    wide = (FINE_BINS + ((above - FINE_SPAN) / COARSE_WIDTH).floor()).clamp_max(
-        FINE_BINS + COARSE_BINS - 1
-    )
-    index = torch.where(above < FINE_SPAN, fine, wide)
-    return index.masked_fill(~(above >= 0), -1).to(torch.int64)
+    wide = FINE_BINS + ((above - FINE_SPAN) / COARSE_WIDTH).floor()
+    level = 2 + torch.where(above < FINE_SPAN, fine, wide)
+    level = torch.where(above >= 0, level.clamp_max(MOST), 1.0)
+    return torch.where(candidate, level, 0.0).to(torch.int64)
 
 
-def admission_edge(histogram: Tensor, capacity: int) -> Tensor:
-    """Return the lowest edge from which whole bins hold at most `capacity` scores.
+def admission(histogram: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Return which tokens a list takes: those above a level, and so many at that level.
 
-    Args: histogram integers [..., 128]. Returns float32 [...], measured from the lowest edge.
+    As many whole bins from the top as hold at most `capacity` tokens. Where more tokens than that
+    lie beyond the last bin, the highest, of which the last level may be taken in part.
+
+    Args: histogram of levels, integers [..., MOST + 1].
+
+    Source: INT8 specification 2.6.
     """
-    fits = histogram.flip(-1).cumsum(-1) <= capacity
-    lowest = FINE_BINS + COARSE_BINS - fits.to(torch.int64).sum(-1)
-    fine = lowest * FINE_WIDTH
-    return torch.where(
-        lowest < FINE_BINS, fine, FINE_SPAN + (lowest - FINE_BINS) * COARSE_WIDTH
-    ).float()
+    ladder = torch.arange(MOST + 1, device=histogram.device)
+    reach = histogram.flip(-1).cumsum(-1).flip(-1)
+    fits = ((reach <= capacity) & (ladder >= 2) & (ladder <= BEYOND)).sum(-1)
+    highest = (reach >= capacity).sum(-1) - 1
+    cut = torch.where(fits > 0, BEYOND - fits, highest)
+    more = torch.nn.functional.pad(reach, (0, 1)).gather(-1, cut[..., None] + 1)[..., 0]
+    return cut, torch.where(fits > 0, 0, capacity - more)
 
 
-def largest_tokens(scores: Tensor, admitted: Tensor, capacity: int) -> Tensor:
-    """Return the indices, ascending, of at most `capacity` admitted scores [T]: the largest ones.
+def listed_tokens(level: Tensor, cut: Tensor, spare: Tensor) -> Tensor:
+    """Return the tokens above the cut, and the first `spare` of those at it, ascending.
 
-    Of equal scores the lower index comes first; the order never depends on the device.
+    Args: level integers [T]; cut and spare, integers [].
     """
-    index = admitted.nonzero()[:, 0]
-    if index.numel() > capacity:
-        order = scores[index].argsort(descending=True, stable=True)
-        index = index[order[:capacity]].sort().values
-    return index
+    tie = level == cut
+    return ((level > cut) | (tie & (tie.cumsum(0) <= spare))).nonzero()[:, 0]
+
+
+def pair_centroids(
+    query_means: Tensor, shift: Tensor, a: float, rotated: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what scores tokens for a pair of query blocks: the plain mean of their means, INT8.
+
+    Args: query_means float32 [..., N, D]; shift [..., D]; a = scale log2(e).
+    Returns int8 [..., P, D], the factor of its products and what `shift` takes off them, [..., P].
+    """
+    blocks = query_means.shape[-2]
+    missing = blocks % GROUP
+    sums = torch.nn.functional.pad(query_means, (0, 0, 0, missing))
+    sums = sums.unflatten(-2, (-1, GROUP)).sum(-2)
+    size = torch.full(sums.shape[-2:-1], float(GROUP), device=sums.device)
+    size[-1] -= missing
+    centroid, scale = quantize_rows(basis(sums / size[:, None], rotated))
+    factor = scale * a
+    return centroid, factor, (centroid.float() @ shift[..., None])[..., 0] * factor
 
 
 def attend_tile(
@@ -198,11 +223,8 @@ def sol_int8_quantized(
                 offset = (query[rows].float() @ qkv.shift[b, h]) * factor
                 high = torch.where(state[0] > MASKED, state[0] + offset, NEG)
                 state = (high, state[1].expand(BLOCK), state[2].expand(BLOCK, -1))
-                order = exact[b, h, m].nonzero()[:, 0].tolist()
-                order = [n for n in order if sinks[0] <= n < sinks[1]] + [
-                    n for n in order if not sinks[0] <= n < sinks[1]
-                ]
-                tiles = [torch.arange(n * BLOCK, (n + 1) * BLOCK) for n in order]
+                blocks_read = exact[b, h, m].nonzero()[:, 0].tolist()
+                tiles = [torch.arange(n * BLOCK, (n + 1) * BLOCK) for n in blocks_read]
                 for tile in (*tiles, *listed.split(BLOCK)):
                     if tile.numel() == 0:
                         continue
@@ -251,19 +273,16 @@ def _refine(
     """Return the tokens that m's group reads exactly, and the state of its other candidates."""
     first = m - m % GROUP
     members = slice(first, first + GROUP)
-    centroid, centroid_scale = quantize_rows(
-        basis(qkv.query_means[b, h, members].mean(0), qkv.rotated)
+    centroid, factor, offset = (
+        part[m // GROUP]
+        for part in pair_centroids(qkv.query_means[b, h], qkv.shift[b, h], a, qkv.rotated)
     )
     highest = scores[b, h, members].masked_fill(~refined[b, h, members], -math.inf).amax()
-    factor = centroid_scale * a
     s = (qkv.key[b, h].int() @ centroid.int()).float() * factor * qkv.key_scale[b, h]
-    s = s + qkv.key_bias[b] - (centroid.float() @ qkv.shift[b, h]) * factor
+    s = s + qkv.key_bias[b] - offset
     candidate = refined[b, h, m].repeat_interleave(BLOCK) & (s > MASKED)
-    above = torch.where(candidate, s - highest + BELOW, -1.0)
-    index = bins(above)
-    histogram = torch.bincount(index[index >= 0], minlength=FINE_BINS + COARSE_BINS)
-    edge = admission_edge(histogram, capacity)
-    listed = largest_tokens(s, candidate & (above >= edge), capacity)
+    level = levels(s - highest + BELOW, candidate)
+    listed = listed_tokens(level, *admission(level.bincount(minlength=MOST + 1), capacity))
     rest = candidate.clone()
     rest[listed] = False
     s = s.masked_fill(~rest, NEG)

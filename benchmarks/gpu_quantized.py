@@ -41,8 +41,8 @@ from solspark.bench.rows import (
 from solspark.bench.timing import Timing, measure
 from solspark.kernels import quantized_attention as kernels
 from solspark.kernels.quantized_tile import Config
-from solspark.ops import quantized_attention as operation
-from solspark.ops.quantized_attention import quantized_attention
+from solspark.ops import _quantized_triton
+from solspark.ops.quantized_attention import fp8_obstacle, quantized_attention
 from solspark.reference.quantized_attention import Options
 from solspark.router import SelectorSpec, select_adaptive
 
@@ -135,7 +135,7 @@ def check_large(tokens: int, heads: int) -> None:
     bounds = {"bf16 (nothing quantised)": 0.005, "int8, int8 pv, tile": 0.04}
     bounds.update({"fp8": 0.06, "fp8, fp8 pv": 0.08})
     for name, options in {**SETTINGS, **MORE}.items():
-        if "fp8" in name and operation.fp8_obstacle(DEVICE):
+        if "fp8" in name and fp8_obstacle(DEVICE):
             continue
         for budget in (None, 0.3):
             mask = None if budget is None else selection(query, key, budget)
@@ -309,7 +309,7 @@ def time_all(table: Table, sweep: bool) -> None:
                 density=None,
             )
     for name, options in MORE.items():
-        if "fp8" in name and operation.fp8_obstacle(DEVICE):
+        if "fp8" in name and fp8_obstacle(DEVICE):
             continue
         for budget in (1.0, 0.3):
             mask = masks[budget]
@@ -357,9 +357,9 @@ def attend_of(
     resolved = Options(
         128, 64, False, DIM**-0.5, "int8", "none", True, 0, options.get("granularity", "row")
     )
-    operands = operation._kernel_operands(query, key, value, resolved)
-    lists = operation._lists(mask, resolved)
-    chosen = config or operation._config(value, mask, resolved)
+    operands = _quantized_triton.kernel_operands(query, key, value, resolved)
+    lists = _quantized_triton.block_lists(mask, resolved)
+    chosen = config or _quantized_triton.tiles_for(value, mask, resolved)
     return lambda: kernels.launch_quantized_attention(
         operands,
         head_dim=DIM,

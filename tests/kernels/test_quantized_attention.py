@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from solspark.errors import UnsupportedError
-from solspark.ops import _dispatch
+from solspark.ops import _dispatch, _quantized_triton
 from solspark.ops import quantize as quantize_module
 from solspark.ops import quantized_attention as attention_module
 from solspark.reference import quantize as reference_quantize
@@ -40,8 +40,8 @@ def kernels_take_cpu_tensors(monkeypatch):
     """In the interpreter a CPU is device enough."""
     runs = {
         "quantize": quantize_module._run_triton,
-        "quantized_attention": attention_module._run_triton,
-        "quantized_attention_backward": attention_module._run_triton_backward,
+        "quantized_attention": _quantized_triton.attend,
+        "quantized_attention_backward": _quantized_triton.attend_backward,
     }
     for operation, run in runs.items():
         table = dict(_dispatch._registry[operation])

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from solspark.bench.baselines import package_version
 from solspark.bench.router_presets import RouterInputs
-from solspark.ops.quantized_attention import fp8_obstacle, quantize_operands
+from solspark.ops.quantize import quantize_operands
+from solspark.ops.quantized_attention import fp8_obstacle
 from solspark.reference.quantized_attention import Options
 from solspark.router.backend import Backend, Platform
 from solspark.router.backends import builtin_registry

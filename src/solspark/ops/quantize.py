@@ -11,9 +11,10 @@ from torch import Tensor
 from solspark import _checks
 from solspark.ops import _dispatch, _triton
 from solspark.reference import quantize as reference
+from solspark.reference.quantized_attention import Options, key_mean
 from solspark.types import AttentionCall
 
-__all__ = ["GRANULARITIES", "quantize"]
+__all__ = ["GRANULARITIES", "quantize", "quantize_operands"]
 
 GRANULARITIES = ("row", "tile")
 """One scale a token, or one for each 64 tokens."""
@@ -80,6 +81,37 @@ def check_hadamard(hadamard: int, name: str = "hadamard") -> int:
     if hadamard and (hadamard < 4 or hadamard & (hadamard - 1)):
         raise ValueError(f"{name}: expected 0 or a power of two in [4, 1024], got {hadamard}")
     return hadamard
+
+
+Operand = tuple[Tensor, Tensor | None]
+"""Values and their scales, None where nothing was quantised."""
+
+
+def quantize_operands(
+    query: Tensor, key: Tensor, value: Tensor | None, options: Options, impl: str | None
+) -> tuple[Operand, Operand, Operand | None]:
+    """Quantise what the options ask for with one implementation; V only for a quantised P V."""
+    granularity, group = options.granularity, options.hadamard
+    q: Operand = (query, None)
+    k: Operand = (key, None)
+    v: Operand | None = None if value is None else (value, None)
+    if options.matmul != "none":
+        mean = _mean(key, impl) if options.smooth_k else None
+        kind = options.matmul
+        q = quantize(query, dtype=kind, granularity="row", hadamard=group, impl=impl)
+        k = quantize(key, dtype=kind, granularity=granularity, mean=mean, hadamard=group, impl=impl)
+    if value is not None and options.pv != "none":
+        v = quantize(value, dtype=options.pv, granularity=granularity, hadamard=group, impl=impl)
+    return q, k, v
+
+
+def _mean(key: Tensor, impl: str | None) -> Tensor:
+    """Return K's mean over tokens, float32 [B, Hk, D], in an order that strides do not change."""
+    if impl != "triton":
+        return key_mean(key)
+    from solspark.kernels.quantize import launch_mean
+
+    return launch_mean(key)
 
 
 def _eager(

@@ -11,7 +11,7 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -232,20 +232,21 @@ def describe(query: Tensor | None, key: Tensor, **options: Any) -> AttentionCall
     A missing query stands for one of the key's length and heads.
     """
     first = key if query is None else query
-    call = AttentionCall(
-        batch=first.shape[0],
-        query_tokens=first.shape[1],
-        key_tokens=key.shape[1],
-        heads=first.shape[2],
-        head_dim=key.shape[3],
-        dtype=key.dtype,
-        device_type=key.device.type,
-        capability=capability(key.device),
-        key_heads=key.shape[2],
-        last_dim_contiguous=first.stride(-1) == 1 and key.stride(-1) == 1,
-        requires_grad=needs_grad(query, key),
-    )
-    return replace(call, **options)
+    fields: dict[str, Any] = {
+        "batch": first.shape[0],
+        "query_tokens": first.shape[1],
+        "key_tokens": key.shape[1],
+        "heads": first.shape[2],
+        "head_dim": key.shape[3],
+        "dtype": key.dtype,
+        "device_type": key.device.type,
+        "capability": capability(key.device),
+        "key_heads": key.shape[2],
+        "last_dim_contiguous": first.stride(-1) == 1 and key.stride(-1) == 1,
+    }
+    if "requires_grad" not in options:
+        fields["requires_grad"] = needs_grad(query, key)
+    return AttentionCall(**(fields | options))
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:

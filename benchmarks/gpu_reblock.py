@@ -1,11 +1,15 @@
-"""Check the landmark tree's kernels on a GPU against the CPU, and time every stage.
+"""Check the landmark tree's kernels on a GPU against the CPU, and time every launch of the plan.
 
-    python benchmarks/gpu_reblock.py [--check-only | --time-only] [--iterations 20]
+    python benchmarks/gpu_reblock.py [--check-only | --time-only] [--json F] [--workers 12]
 
-Checks: permutations equal to the reference at small shapes; at the 5 s shape every split equal to
-the one that the CPU makes of the same node (the tokens that differ are counted: their scores agree
-to float32 rounding); replay, repeats and `validate` bit for bit. Times: medians of CUDA events for
-Q and K, 56 heads, D = 128, bf16, at the 10 s (72 x 24 x 42) and 5 s (37 x 24 x 42) shapes.
+Checks, a minute in all: permutations equal to the CPU's (whose equality with the reference the
+tests hold) for every option, both types, in `--workers` processes that also compile in parallel;
+at the 5 s shape every split equal to the one that the CPU makes of the same node (the tokens that
+differ are counted: their scores agree to float32 rounding); replay, repeats and `validate` bit for
+bit. Times: medians of CUDA events, the host kept ahead, for Q and K, 56 heads, D = 128, bf16, at
+the 10 s (72 x 24 x 42) and 5 s (37 x 24 x 42) shapes: the whole plan and its parts, every launch of
+the trees, and the sums by kernel for each variant of the settings that a measurement must decide
+(their launches are in the JSON).
 
 Targets on an H200: whole plan 7 ms at 10 s and 4 ms at 5 s, 4 ms with q_from_k at 10 s. Floor by
 bytes at 10 s about 2.6 ms: read Q and K, write and read the features, read them once a level.
@@ -14,30 +18,34 @@ bytes at 10 s about 2.6 ms: read Q and K, write and read the features, read them
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
+from typing import Any
+from unittest import mock
 
 import torch
 
 from solspark.kernels import reblock as kernels
-from solspark.methods.reblock import (
-    PreparedLandmarkTreeV2Permutation,
-    recursive_landmark_tree_v2_reference,
-    spark_reblock,
-)
+from solspark.kernels import tree_fit, tree_route, tree_score, tree_spread
+from solspark.methods.reblock import PreparedLandmarkTreeV2Permutation, spark_reblock
 from solspark.ops import second_moments as moments_ops
 from solspark.ops._reblock_eager import _Tree
 from solspark.ops.permute import permute, unpermute
 from solspark.ops.reblock import ReblockOptions, squared_norms
 from solspark.types import BLOCK, TokenGrid
 
-SHAPES = {"10 s": TokenGrid(72, 24, 42), "5 s": TokenGrid(37, 24, 42)}
+SHAPES = {"10s": TokenGrid(72, 24, 42), "5s": TokenGrid(37, 24, 42)}
 HEADS, DIM = 56, 128
 OPTIONS = {"max_children": 16}
 
-SMALL = [
+SMALL: list[tuple[TokenGrid, dict[str, Any]]] = [
     (TokenGrid(1, 8, 16), {}),
     (TokenGrid(3, 10, 11), {}),
     (TokenGrid(4, 10, 17), {"max_children": 16}),
@@ -50,12 +58,28 @@ SMALL = [
     (TokenGrid(7, 23, 29), {"distance": "euclidean"}),
     (TokenGrid(7, 23, 29), {"score_precision": "fp32"}),
     (TokenGrid(7, 23, 29), {"max_children": 32, "fanout_mode": "power_of_two_arbitrary_final"}),
+    # Long nodes: many programs each.
     (TokenGrid(15, 30, 31), {"max_children": 16}),
+    (TokenGrid(15, 30, 31), {"max_children": 16, "fanout_mode": "arbitrary_fanout"}),
+    (TokenGrid(15, 30, 31), {"distance": "euclidean"}),
     # No kernel: the eager implementation on the device.
     (TokenGrid(7, 23, 29), {"aggregation": "max"}),
     (TokenGrid(7, 23, 29), {"order_mode": "scalar_order", "group_size": (8, 4)}),
     (TokenGrid(7, 23, 29), {"update_rule": "medoid"}),
 ]
+
+VARIANTS: dict[str, dict[tuple[Any, str], Any]] = {
+    "as set": {},
+    "fit: 2 warps": {(tree_fit, "WARPS"): {**tree_fit.WARPS, 32: 2}, (tree_fit, "REGISTERS"): {}},
+    "fit: 128 registers": {(tree_fit, "REGISTERS"): {32: 128}},
+    "fit: level 1 by depths": {(kernels, "SPREAD_BELOW"): 4096},
+    "score: no pipeline": {(tree_score, "STAGES"): 1},
+    "score: 4 tiles": {(tree_score, "TILES"): 4},
+    "route: level 1 spread": {(kernels, "REGISTER_TOKENS"): 4096},
+    "spread: chunks of 1024": {(tree_spread, "CHUNK"): 1024, (tree_spread, "WARPS"): 4},
+    "spread: chunks of 4096": {(tree_spread, "CHUNK"): 4096, (tree_spread, "WARPS"): 16},
+}
+"""Settings to measure against the ones in force; every column sorts alike, only faster or not."""
 
 
 def video_rows(
@@ -76,45 +100,49 @@ def video_rows(
     return rows
 
 
-def check_small() -> bool:
-    """Compare small trees with the reference; print one line each."""
-    passed = True
-    for grid, options in SMALL:
-        for dtype in (torch.bfloat16, torch.float16):
-            x = video_rows(grid, 3, dtype)[0].transpose(0, 1)
-            got = spark_reblock(x, grid_shape=grid, **options).permutation.cpu()
-            expected = recursive_landmark_tree_v2_reference(x.cpu(), grid_shape=grid, **options)
-            differ = float((got != expected.permutation).float().mean())
-            again = spark_reblock(x, grid_shape=grid, validate=False, **options).permutation.cpu()
-            ok = differ == 0 and again.equal(got)
-            passed &= ok
-            print(
-                f"{'ok  ' if ok else 'DIFF'} {grid.as_tuple()} {str(dtype)[6:]} {options}: "
-                f"{differ:.2%} of positions differ, repeat equal: {again.equal(got)}",
-                flush=True,
-            )
-    for value in (0.0, 1.0):
-        x = torch.full((2, 9280, DIM), value, dtype=torch.bfloat16, device="cuda")
-        result = spark_reblock(x, grid_shape=(10, 29, 32), **OPTIONS)
-        same = bool((result.permutation == torch.arange(9280, device="cuda")).all())
-        passed &= same
-        print(f"{'ok  ' if same else 'DIFF'} all rows {value}: identity", flush=True)
-    return passed
+def check_small(number: int) -> tuple[bool, str]:
+    """Compare small trees of one option set, both types, with the CPU; return what to print."""
+    torch.set_num_threads(1)
+    grid, options = SMALL[number]
+    passed, lines = True, []
+    for dtype in (torch.bfloat16, torch.float16):
+        x = video_rows(grid, 3, dtype)[0].transpose(0, 1)
+        got = spark_reblock(x, grid_shape=grid, **options).permutation.cpu()
+        expected = spark_reblock(x.cpu(), grid_shape=grid, **options).permutation
+        differ = float((got != expected).float().mean())
+        again = spark_reblock(x, grid_shape=grid, validate=False, **options).permutation.cpu()
+        ok = differ == 0 and again.equal(got)
+        passed &= ok
+        lines.append(
+            f"{'ok  ' if ok else 'DIFF'} {grid.as_tuple()} {str(dtype)[6:]} {options}: "
+            f"{differ:.2%} of positions differ, repeat equal: {again.equal(got)}"
+        )
+    return passed, "\n".join(lines)
 
 
-def check_splits(grid: TokenGrid, trees: int = 2) -> bool:
+def check_equal_rows(value: float) -> tuple[bool, str]:
+    """Equal rows stay where they are."""
+    x = torch.full((2, 9280, DIM), value, dtype=torch.bfloat16, device="cuda")
+    result = spark_reblock(x, grid_shape=(10, 29, 32), **OPTIONS)
+    same = bool((result.permutation == torch.arange(9280, device="cuda")).all())
+    return same, f"{'ok  ' if same else 'DIFF'} all rows {value}: identity"
+
+
+def check_splits(name: str, trees: int = 1) -> tuple[bool, str]:
     """Let the CPU split every node that the GPU's tree has, and count the tokens that differ.
 
     With the flat order a node's tokens stand in ascending order, so a final permutation tells all
     nodes of all levels.
     """
+    torch.set_num_threads(4)
+    grid = SHAPES[name]
     x = video_rows(grid, trees)[0].transpose(0, 1).contiguous()
     options = ReblockOptions(**OPTIONS)
     result = spark_reblock(x, grid_shape=grid, **OPTIONS)
     features = x.cpu()
     tree = _Tree(features, squared_norms(features), None, options)
     order = result.permutation.cpu()[:, : result.active_tokens]
-    worst = 0.0
+    worst, lines = 0.0, []
     for depth in range(len(result.hierarchy.splits)):
         moved = total = 0
         for batch in result.hierarchy.node_batches(depth):
@@ -128,21 +156,43 @@ def check_splits(grid: TokenGrid, trees: int = 2) -> bool:
             ours, theirs = (child.gather(-1, part.argsort(-1)) for part in (nodes, again))
             moved += int((ours != theirs).sum())
             total += nodes.numel()
-        share = moved / max(total, 1)
-        worst = max(worst, share)
-        print(f"     level {depth}: {moved} of {total} tokens split differently", flush=True)
+        worst = max(worst, moved / max(total, 1))
+        lines.append(f"     level {depth}: {moved} of {total} tokens split differently")
     ok = worst < 1e-3
-    print(f"{'ok  ' if ok else 'DIFF'} splits at {grid.as_tuple()}, {trees} trees: {worst:.1e}")
-    return ok
+    lines.append(f"{'ok  ' if ok else 'DIFF'} splits at {grid.as_tuple()}: {worst:.1e}")
+    return ok, "\n".join(lines)
+
+
+def check(workers: int) -> bool:
+    """Run all checks in processes of their own, print as they end, and say whether all passed."""
+    begin = time.perf_counter()
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        # The longest first.
+        jobs = [pool.submit(check_splits, "5s")]
+        jobs += [pool.submit(check_small, number) for number in reversed(range(len(SMALL)))]
+        jobs += [pool.submit(check_equal_rows, value) for value in (0.0, 1.0)]
+        passed = True
+        for job in jobs:
+            ok, text = job.result()
+            passed &= ok
+            print(text, flush=True)
+    print(f"{'ALL PASSED' if passed else 'FAILED'} in {time.perf_counter() - begin:.0f} s")
+    return passed
+
+
+def ahead() -> None:
+    """Keep the device busy for 2 ms: the host gets ahead, and its time is not in the figure."""
+    torch.cuda._sleep(4_000_000)
 
 
 def median_ms(function: Callable[[], object], iterations: int) -> float:
     """Return the median time of a call in ms."""
-    for _ in range(3):
+    for _ in range(2):
         function()
     times = []
     for _ in range(iterations):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        ahead()
         start.record()
         function()
         stop.record()
@@ -151,138 +201,220 @@ def median_ms(function: Callable[[], object], iterations: int) -> float:
     return statistics.median(times)
 
 
-@contextmanager
-def stage_times(rows: dict[str, float]) -> Iterator[None]:
-    """Time every launch of the tree, synchronised, into `rows`."""
-    names = ["launch_tree_fit", "launch_tree_score", "launch_tree_route", "launch_landmark_means"]
-    kept = {name: getattr(kernels, name) for name in names}
-    count: dict[str, int] = defaultdict(int)
+LAUNCHES = [
+    (tree_fit, "fit_kernel"),
+    (tree_fit, "landmark_means_kernel"),
+    (tree_score, "score_kernel"),
+    (tree_route, "route_kernel"),
+    (kernels, "finish_kernel"),
+    *((tree_spread, f"{part}_kernel") for part in ("count", "find", "collect", "cut", "leave")),
+    *((tree_spread, f"{part}_kernel") for part in ("offsets", "move", "keep")),
+]
+"""Every kernel of the trees."""
 
-    def timed(name: str) -> Callable[..., object]:
-        def run(*args: object, **kwargs: object) -> object:
+
+class _Timed:
+    """A kernel whose launches note their times."""
+
+    def __init__(self, kernel: Any, name: str, rows: list[tuple[str, tuple[int, ...], Any, Any]]):
+        self.kernel, self.name, self.rows = kernel, name, rows
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: object, **kwargs: object) -> None:
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
+            ahead()
             start.record()
-            result = kept[name](*args, **kwargs)
+            self.kernel[grid](*args, **kwargs)
             stop.record()
-            stop.synchronize()
-            rows[f"{count[name]}. {name.removeprefix('launch_')}"] = start.elapsed_time(stop)
-            count[name] += 1
-            return result
+            self.rows.append((self.name, grid, start, stop))
 
-        return run
+        return launch
 
-    try:
-        for name in names:
-            setattr(kernels, name, timed(name))
+
+@contextmanager
+def timed_launches(rows: list[tuple[str, tuple[int, ...], Any, Any]]) -> Iterator[None]:
+    """Note every launch of the trees: kernel, grid, and the events around it."""
+    with ExitStack() as stack:
+        for module, name in LAUNCHES:
+            own = _Timed(getattr(module, name), name.removesuffix("_kernel"), rows)
+            stack.enter_context(mock.patch.object(module, name, own))
         yield
-    finally:
-        for name in names:
-            setattr(kernels, name, kept[name])
 
 
-def time_shape(name: str, grid: TokenGrid, iterations: int) -> None:
-    """Print the stages of one shape."""
-    query, key = (video_rows(grid, HEADS, seed=seed) for seed in (0, 1))
-    tokens = grid.tokens
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+def launch_times(run: Callable[[], object], repeats: int = 5) -> dict[str, float]:
+    """Return the median ms of every launch of a run, under its number, kernel and grid."""
+    samples: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        rows: list[tuple[str, tuple[int, ...], Any, Any]] = []
+        with timed_launches(rows):
+            run()
+        torch.cuda.synchronize()
+        for number, (name, grid, start, stop) in enumerate(rows):
+            label = f"{number:02d} {name} {'x'.join(map(str, grid))}"
+            samples.setdefault(label, []).append(start.elapsed_time(stop))
+    return {label: statistics.median(times) for label, times in samples.items()}
 
-    def plan_of(sides: int) -> tuple[PreparedLandmarkTreeV2Permutation, Callable[[], object]]:
+
+@contextmanager
+def settings(changes: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
+    """Set module attributes for a while."""
+    with ExitStack() as stack:
+        for (module, name), value in changes.items():
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+class PlanBench:
+    """Q and K of one shape, and the prepared plan of one side or both."""
+
+    def __init__(self, grid: TokenGrid):
+        self.grid = grid
+        self.query, self.key = (video_rows(grid, HEADS, seed=seed) for seed in (0, 1))
+
+    def plan(self, sides: int, **options: Any) -> PreparedLandmarkTreeV2Permutation:
+        """Return a fresh plan whose features and norms are written."""
         plan = PreparedLandmarkTreeV2Permutation(
             sides * HEADS,
-            tokens,
+            self.grid.tokens,
             DIM,
-            grid,
+            self.grid,
             "cuda",
             return_inverse=False,
             compact_indices=True,
-            **OPTIONS,
+            static_outputs=True,
+            **{**OPTIONS, **options},
         )
-        out = plan.acquire_graph_input(torch.bfloat16).view(sides, 1, HEADS, tokens, DIM)
-        squares = plan.graph_squares.view(sides, 1, HEADS, tokens)
-        layout = "independent" if sides == 2 else "q_from_k"
+        self.features(plan)
+        return plan
 
-        def run() -> object:
-            moments_ops.reblock_features(
-                query, key, grid=grid, layout_reuse=layout, out=out, squares=squares
-            )
-            assert plan.graph_input is not None
-            return plan.run(plan.graph_input, squares=plan.graph_squares)
+    def features(self, plan: PreparedLandmarkTreeV2Permutation) -> None:
+        """Write the features and norms that the plan reads."""
+        sides = plan.shape[0] // HEADS
+        shape = (sides, 1, HEADS, self.grid.tokens)
+        moments_ops.reblock_features(
+            self.query,
+            self.key,
+            grid=self.grid,
+            layout_reuse="independent" if sides == 2 else "q_from_k",
+            out=plan.acquire_graph_input(torch.bfloat16).view(*shape, DIM),
+            squares=plan.graph_squares.view(shape),
+        )
 
-        return plan, run
+    def trees(self, plan: PreparedLandmarkTreeV2Permutation, graph: bool = True) -> torch.Tensor:
+        """Grow the trees of what the plan holds."""
+        assert plan.graph_input is not None
+        result = plan.run(plan.graph_input, squares=plan.graph_squares, allow_cuda_graph=graph)
+        return result.permutation
 
-    plan, run = plan_of(2)
+    def whole(self, plan: PreparedLandmarkTreeV2Permutation) -> torch.Tensor:
+        """Moments, factors, features and trees."""
+        self.features(plan)
+        return self.trees(plan)
+
+
+def time_shape(name: str, iterations: int) -> list[dict[str, Any]]:
+    """Print and return the figures of one shape."""
+    found: list[dict[str, Any]] = []
+
+    def row(stage: str, ms: float, **more: Any) -> None:
+        found.append({"problem": name, "stage": stage, "ms": round(ms, 4), **more})
+        print(f"  {stage:<48} {ms:8.3f} ms {more or ''}", flush=True)
+
+    bench = PlanBench(SHAPES[name])
+    grid, key = bench.grid, bench.key
+    print(f"\n{name}: {grid.as_tuple()}, V = {grid.tokens}, H = {HEADS}", flush=True)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    plan = bench.plan(2)
+    eager = bench.trees(plan, graph=False).clone()
+    for _ in range(2):
+        replayed = bench.trees(plan)
+    assert plan.graph_active, plan.capture_error
+    same = eager.equal(replayed) and eager.equal(bench.whole(plan))
+    row(
+        "plan of Q and K",
+        median_ms(lambda: bench.whole(plan), iterations),
+        replay_equals_eager=same,
+    )
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+    row(
+        "trees, replayed", median_ms(lambda: bench.trees(plan), iterations), peak_gib=round(peak, 2)
+    )
+    row("trees, eager launches", median_ms(lambda: bench.trees(plan, graph=False), iterations))
+    moments = moments_ops.second_moments(bench.query, grid=grid)
+    both = torch.cat([moments, moments])
     samples = plan.graph_input
     assert samples is not None
-    run()
-    first = plan.run(samples, squares=plan.graph_squares)
-    assert plan.graph_active, plan.capture_error
-    eager = plan.run(samples, squares=plan.graph_squares, allow_cuda_graph=False)
-    same = first.permutation.equal(eager.permutation)
-    rows: dict[str, float] = {}
-    moments = moments_ops.second_moments(query, grid=grid)
+    out = samples.view(2, 1, HEADS, grid.tokens, DIM)[0]
+    squares = plan.graph_squares.view(2, 1, HEADS, grid.tokens)[0]
     factor = moments_ops.metric_factor(moments)
-    out = samples.view(2, 1, HEADS, tokens, DIM)
-    squares = plan.graph_squares.view(2, 1, HEADS, tokens)
-    rows["moments, one side"] = median_ms(
-        lambda: moments_ops.second_moments(query, grid=grid), iterations
-    )
-    rows["cholesky, one side"] = median_ms(lambda: moments_ops.metric_factor(moments), iterations)
-    rows["cholesky of torch, one side"] = median_ms(
-        lambda: moments_ops.metric_factor(moments, impl="eager"), iterations
-    )
-    rows["features and norms, one side"] = median_ms(
-        lambda: moments_ops.features(key, factor, out=out[0], squares=squares[0]), iterations
-    )
-    rows["norms alone, both sides"] = median_ms(lambda: squared_norms(samples), iterations)
-    moments_ops.reblock_features(query, key, grid=grid, out=out, squares=squares)
-    rows["trees, eager launches"] = median_ms(
-        lambda: plan.run(samples, squares=plan.graph_squares, allow_cuda_graph=False), iterations
-    )
-    rows["trees, replayed"] = median_ms(
-        lambda: plan.run(samples, squares=plan.graph_squares), iterations
-    )
-    rows["WHOLE PLAN (moments, features, trees)"] = median_ms(run, iterations)
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-    stages: dict[str, float] = {}
-    with stage_times(stages):
-        plan.run(samples, squares=plan.graph_squares, allow_cuda_graph=False)
-    single, run_single = plan_of(1)
-    run_single()
-    rows["WHOLE PLAN with q_from_k"] = median_ms(run_single, iterations)
-    assert single.graph_active, single.capture_error
-    permutation = first.permutation[:HEADS].view(1, HEADS, tokens)
-    rows["permute one tensor"] = median_ms(lambda: permute(key, permutation), iterations)
-    rows["unpermute one tensor"] = median_ms(lambda: unpermute(key, permutation), iterations)
-    print(
-        f"\n{name}: {grid.as_tuple()}, V = {tokens}, H = {HEADS}; replay equals eager: {same}; "
-        f"peak above the inputs {peak:.2f} GiB"
-    )
-    for label, value in rows.items():
-        print(f"  {label:<42} {value:8.3f} ms")
-    for label, value in stages.items():
-        print(f"    {label:<40} {value:8.3f} ms")
+    for label, call in (
+        ("moments, one side", lambda: moments_ops.second_moments(key, grid=grid)),
+        ("cholesky, both sides", lambda: moments_ops.metric_factor(both)),
+        (
+            "features and norms, one side",
+            lambda: moments_ops.features(key, factor, out=out, squares=squares),
+        ),
+        ("features alone, one side", lambda: moments_ops.features(key, factor, out=out)),
+        ("norms alone, both sides", lambda: squared_norms(samples)),
+    ):
+        row(label, median_ms(call, iterations))
+    permutation = eager[:HEADS].view(1, HEADS, grid.tokens)
+    row("permute one tensor", median_ms(lambda: permute(key, permutation), iterations))
+    moved = torch.empty_like(key)
+    row("unpermute into", median_ms(lambda: unpermute(key, permutation, out=moved), iterations))
+    for label, sides, options in (
+        ("plan with q_from_k", 1, {}),
+        ("plan, 64 landmarks", 2, {"landmark_count": 64}),
+    ):
+        other = bench.plan(sides, **options)
+        row(label, median_ms(lambda p=other: bench.whole(p), iterations))
+        assert other.graph_active, other.capture_error
+        del other
+
+    for variant, changes in VARIANTS.items():
+        with settings(changes):
+            own = bench.plan(2)
+            assert bench.trees(own, graph=False).equal(eager), f"{variant}: another permutation"
+            launches = launch_times(lambda p=own: bench.trees(p, graph=False))
+            for _ in range(2):
+                bench.trees(own)
+            total = median_ms(lambda p=own: bench.trees(p), iterations)
+        del own
+        more = {"variant": variant, "launches": launches}
+        found.append({"problem": name, "stage": "trees", "ms": round(total, 4), **more})
+        kinds: Counter[str] = Counter()
+        for label, ms in launches.items():
+            kinds[label.split()[1]] += ms
+        parts = ", ".join(f"{kind} {ms:.2f}" for kind, ms in kinds.most_common())
+        print(f"  {variant:<24} trees {total:7.3f} ms; alone: {parts}", flush=True)
+        if not changes:
+            for label, ms in launches.items():
+                print(f"    {label:<36} {ms:8.4f}")
+    return found
 
 
 def main() -> None:
     """Check and time."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--time-only", action="store_true")
     parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=12, help="processes that check")
+    parser.add_argument("--json", help="also write the figures here, one JSON object a line")
     arguments = parser.parse_args()
     import triton
 
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    passed = True
-    if not arguments.time_only:
-        passed = check_small() and check_splits(SHAPES["5 s"])
+    gpu = torch.cuda.get_device_name()
+    print(f"{gpu}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
+    if not arguments.time_only and not check(arguments.workers):
+        sys.exit(1)
     if not arguments.check_only:
-        for name, grid in SHAPES.items():
-            time_shape(name, grid, arguments.iterations)
-    raise SystemExit(0 if passed else 1)
+        rows = [row for name in SHAPES for row in time_shape(name, arguments.iterations)]
+        if arguments.json:
+            with open(arguments.json, "w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

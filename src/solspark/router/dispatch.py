@@ -12,7 +12,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +31,8 @@ from solspark.router.backends import builtin_registry
 from solspark.router.chain import ORIGINAL_NAME, RoutePlan, build_plan
 from solspark.router.config import SPARSE_SETTINGS, RouterConfig, default_labels
 from solspark.router.context import RouteContext
+from solspark.router.explain import RouteRecord, call_reasons, router_report
+from solspark.router.sdp_kernels import SdpKernels
 from solspark.router.selector import Selection
 from solspark.router.stage import NO_BACKEND, POLICY_SKIPS, SparseStage, build_stage
 
@@ -41,34 +42,6 @@ _TARGET = torch.nn.functional
 _ATTRIBUTE = "scaled_dot_product_attention"
 
 Observer = Callable[[str, Tensor, Tensor, "Tensor | None"], None]
-
-
-@dataclass(frozen=True, eq=False)
-class RouteRecord:
-    """What served a call.
-
-    Args:
-        backend: name of the backend, ORIGINAL_NAME for torch's own.
-        selection: the tiles it kept, None for a dense call.
-        skip: why the sparse stage kept the call dense; None when it did not, or when there is no
-            stage.
-        declined: (name, first reason) of every backend that was asked before.
-        shape: (batch, query heads, query tokens, key tokens, head_dim) as far as query has these
-            dimensions.
-        dtype: dtype of query.
-    """
-
-    backend: str
-    selection: Selection | None
-    skip: str | None
-    declined: tuple[tuple[str, str], ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def density(self) -> float:
-        """Share of tiles that the call reads; waits for the device."""
-        return 1.0 if self.selection is None else self.selection.density()
 
 
 class Router:
@@ -105,7 +78,7 @@ class Router:
         self._last: RouteRecord | None = None
         self._original: Callable[..., Tensor] | None = None
         self._wrapper: Callable[..., Tensor] | None = None
-        self._kernel_flags: dict[str, bool] = {}
+        self._kernels = SdpKernels()
         self._models: list[torch.nn.Module] = []
         self._installed = False
         self.plan = RoutePlan((), None, _found(), self.platform, ())
@@ -157,7 +130,7 @@ class Router:
         if self.stage is not None:
             self.stage.close()
             self.stage = None
-        self._restore_kernels()
+        self._kernels.restore()
         self.plan = RoutePlan((), None, original, self.platform, ())
         self._wrapper = None
         self._original = None
@@ -179,8 +152,8 @@ class Router:
         """Build plan and stage from the configuration and put them in force."""
         original = self._original
         assert original is not None
-        self._restore_kernels()
-        self._apply_kernels()
+        self._kernels.restore()
+        self._kernels.apply(self.config.sdp_kernels)
         labels = self.config.backends
         if labels is None:
             labels = default_labels(self.platform)
@@ -209,6 +182,11 @@ class Router:
                 self._wrapper = _wrap(self, original)
             setattr(_TARGET, _ATTRIBUTE, self._wrapper)
         log.info("attention chain: %s", self.plan.chain)
+
+    @property
+    def installed(self) -> bool:
+        """Whether this router is in place of torch's function (or empty, with it left there)."""
+        return self._installed
 
     # Rebuilding
 
@@ -439,65 +417,11 @@ class Router:
             extra,
             _needs_grad(query, key, value, attn_mask),
         )
-        entries = {e.name: e for e in (*self.plan.entries, self.plan.terminal) if e is not None}
-        skipped = dict(self.plan.skipped)
-        found: dict[str, list[str]] = {}
-        for backend in reversed(self.registry.ordered()):
-            if backend.name in entries:
-                entry = entries[backend.name]
-                why = [] if backend.terminal else entry.constraints.reasons(call)
-                if entry.selection_only and (self.stage is None):
-                    why.append("serves selections only, and sparse is off")
-            else:
-                missing = backend.missing(self.platform)
-                why = (
-                    [skipped[backend.name]] if backend.name in skipped else ["not chosen", *missing]
-                )
-                if not backend.terminal:
-                    why += backend.constraints.reasons(call)
-            found[backend.name] = why
-        found["sparse"] = self._sparse_reasons(call)
-        return found
-
-    def _sparse_reasons(self, call: RouteCall) -> list[str]:
-        """Return why this call would not go sparse."""
-        if self.stage is None:
-            return ["not enabled" if not self.config.sparse.enabled else NO_BACKEND]
-        why: list[str] = []
-        for entry in self.plan.entries:
-            if BLOCK_MASK in entry.caps and entry.constraints.accepts(call):
-                skip = self.stage.skip_reason(call, entry.caps)
-                if skip is None:
-                    return []
-                why.append(skip)
-        return sorted(set(why)) or [NO_BACKEND]
+        return call_reasons(self, call)
 
     def report(self) -> dict[str, Any]:
         """Return the state of the router as plain values, for a status page or a file."""
-        stage, context, sparse = self.stage, self.context, self.config.sparse
-        layout = context.layout
-        return {
-            "chain": self.plan.chain.split(">"),
-            "overrides": list(self.plan.labels),
-            "platform": self.platform.name,
-            "installed": self._installed,
-            "skipped": dict(self.plan.skipped),
-            "sparse": {
-                "enabled": stage is not None,
-                "budget": stage.budget if stage is not None else sparse.budget,
-                "gate": sparse.token_floor,
-                "capable": [e.name for e in self.plan.entries if BLOCK_MASK in e.caps],
-                "layout": layout
-                and {"source": layout.source, "kinds": list(layout.kinds), "length": layout.length},
-            },
-            "context": {
-                "active": context.active,
-                "role": context.role,
-                "step": context.step,
-                "steps": context.steps,
-                "model": context.model_key,
-            },
-        }
+        return router_report(self)
 
     def watch_model(self, model: torch.nn.Module) -> None:
         """Remember a model, to know at the next rebuild whether compiled graphs must be dropped."""
@@ -511,22 +435,6 @@ class Router:
     def _generation_ended(self) -> None:
         if self._counting:
             self.telemetry.flush()
-
-    # torch's own kernels
-
-    def _apply_kernels(self) -> None:
-        """Switch torch's attention kernels as configured, remembering what they were."""
-        if self.config.sdp_kernels is None:
-            return
-        for name, (read, write) in _kernel_switches().items():
-            self._kernel_flags[name] = read()
-            write(name in self.config.sdp_kernels)
-
-    def _restore_kernels(self) -> None:
-        """Put torch's kernel flags back as they were before the router."""
-        for name, value in self._kernel_flags.items():
-            _kernel_switches()[name][1](value)
-        self._kernel_flags = {}
 
 
 def _wrap(router: Router, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -569,14 +477,3 @@ def _is_compiled(model: torch.nn.Module) -> bool:
         getattr(m, "_compiled_call_impl", None) is not None or hasattr(m, "_orig_mod")
         for m in model.modules()
     )
-
-
-def _kernel_switches() -> dict[str, tuple[Callable[[], bool], Callable[[bool], None]]]:
-    """Return how to read and set each of torch's kernel flags."""
-    cuda = torch.backends.cuda
-    return {
-        "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-        "mem_efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-        "math": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-        "cudnn": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-    }

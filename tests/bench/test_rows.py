@@ -177,6 +177,9 @@ def test_the_curve_has_a_line_for_each_method_and_a_column_for_each_budget():
         "| method | problem | tau 1 |",
         "|---|---|---|",
         "| `sol` | h3-10s | 0.277 (27%) |",
+        "",
+        "Run `r1`, 2026-11-30, commit `abc`, NVIDIA H200, torch 2.11.0, triton 3.6.0: "
+        "`solspark bench quality --only 7 --problem h3-10s --heads 10`",
     ]
     assert section("curve problem=h3-5s", rows) == "*Nothing recorded yet.*"
     ablations = section("quality ablations", rows)

@@ -75,13 +75,39 @@ TARGETS = (
 routes before and after reblocking."""
 
 
+ORIGIN = {"video": "", "file": ", captured"}
+
+
+def calibration_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that stand beside a published figure."""
+    return [
+        row
+        for row in rows
+        if row.level == "quality"
+        and row.options.get("inputs") in ORIGIN
+        and any(_is_target(row, target) for target in TARGETS)
+    ]
+
+
+def _is_target(row: Row, target: Target) -> bool:
+    """Say whether a row holds the figure of a target."""
+    return (
+        row.method == target.method
+        and all(row.options.get(name) == value for name, value in target.options.items())
+        and set(row.options) <= {*target.options, "inputs", "heads", "seed"}
+    )
+
+
 def calibration_table(rows: Sequence[Row]) -> str:
-    """Return the published figures beside ours, in Markdown, a column for each problem."""
-    origin = {"video": "", "file": ", captured"}
-    shown = [row for row in rows if row.level == "quality" and row.options.get("inputs") in origin]
+    """Return the published figures beside ours, in Markdown, a column for each problem.
+
+    Args:
+        rows: quality rows; `calibration_rows` of them are shown.
+    """
+    shown = calibration_rows(rows)
 
     def group_of(row: Row) -> tuple[str, int, str]:
-        return row.problem, row.heads, origin[row.options["inputs"]]
+        return row.problem, row.heads, ORIGIN[row.options["inputs"]]
 
     groups = list(dict.fromkeys(map(group_of, shown)))
     names = " | ".join(f"{problem}, {heads} heads{words}" for problem, heads, words in groups)
@@ -93,10 +119,7 @@ def calibration_table(rows: Sequence[Row]) -> str:
             values = [
                 target.read(row)
                 for row in shown
-                if group_of(row) == group
-                and row.method == target.method
-                and all(row.options.get(k) == v for k, v in target.options.items())
-                and set(row.options) <= {*target.options, "inputs", "heads"}
+                if group_of(row) == group and _is_target(row, target)
             ]
             known = [value for value in values if value is not None]
             cells.append("" if not known else f"{known[-1]:.3f}")
@@ -107,20 +130,27 @@ def calibration_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def curve_table(rows: Sequence[Row]) -> str:
-    """Return relative L2 with the share of exact blocks, in Markdown: a line for each method and
-    problem, a column for each budget or threshold; nothing where there are no such rows.
-    """
-    shown = [
+def curve_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the curves: those with a budget or a threshold and nothing else."""
+    return [
         row
         for row in rows
         if row.level == "quality"
         and "relative_l2" in (row.error or {})
         and len(set(row.options) - {"inputs", "heads", "seed"}) == 1
     ]
+
+
+def curve_table(rows: Sequence[Row]) -> str:
+    """Return relative L2 with the share of exact blocks, in Markdown: a line for each method and
+    problem, a column for each budget or threshold.
+
+    Args:
+        rows: of `curve_rows`.
+    """
     tables = []
     for route, words in (("topk_ratio", "top-k {:.0%}"), ("tau", "tau {:g}")):
-        here = [row for row in shown if route in row.options]
+        here = [row for row in rows if route in row.options]
         values = sorted({row.options[route] for row in here})
         if not values:
             continue

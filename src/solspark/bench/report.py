@@ -23,7 +23,12 @@ from solspark.bench.cost import (
     reweight_cost,
 )
 from solspark.bench.problems import get_problem
-from solspark.bench.quality_tables import calibration_table, curve_table
+from solspark.bench.quality_tables import (
+    calibration_rows,
+    calibration_table,
+    curve_rows,
+    curve_table,
+)
 from solspark.bench.rows import Row, read_rows
 
 MARKER = re.compile(r"(<!-- bench:([^>]*?) -->)\n(.*?)(<!-- /bench -->)", re.DOTALL)
@@ -222,10 +227,12 @@ def section(spec: str, rows: Sequence[Row]) -> str:
     if words[0] == "floors":
         return floors(words[1:])
     if words[0] == "calibration":
-        return calibration_table(newest(rows))
+        shown = calibration_rows(newest(rows))
+        return "\n".join([calibration_table(shown), "", *_runs(shown)]).rstrip()
     wanted = [row for row in newest(rows) if _matches(row, words)]
     if words[0] == "curve":
-        return curve_table(wanted) or NOTHING
+        drawn = curve_rows(wanted)
+        return "\n".join([curve_table(drawn), "", *_runs(drawn)]).rstrip() if drawn else NOTHING
     base = baselines(rows)
     wanted = [
         row
@@ -239,8 +246,15 @@ def section(spec: str, rows: Sequence[Row]) -> str:
     brief = words[0] == "headline"
     passing = ("gate",) if brief and all(row.passed for row in wanted) else ()
     out = [markdown_table(wanted, base, (*BRIEF, *passing) if brief else ()), ""]
-    for run in dict.fromkeys(row.run for row in wanted):
-        mine = [row for row in wanted if row.run == run]
+    out += _runs(wanted)
+    return "\n".join([*out, *missing]).rstrip()
+
+
+def _runs(rows: Sequence[Row]) -> list[str]:
+    """Return a line for each run of some rows: when, what, where, and the command."""
+    out = []
+    for run in dict.fromkeys(row.run for row in rows):
+        mine = [row for row in rows if row.run == run]
         first = mine[0]
         versions = f"torch {first.torch}, triton {first.triton or 'none'}"
         out.append(
@@ -248,7 +262,7 @@ def section(spec: str, rows: Sequence[Row]) -> str:
             f"`{command(mine)}`"
         )
         out.append("")
-    return "\n".join([*out, *missing]).rstrip()
+    return out
 
 
 def _not_measured(rows: Sequence[Row], words: Sequence[str]) -> list[str]:

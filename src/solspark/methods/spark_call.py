@@ -45,6 +45,9 @@ SUMMARY_BYTES = 2**30
 REORDER_BYTES = 3 * 2**29
 """Reordered copies of Q, K and V (one head at least) exist at one time within this."""
 
+ANY_TREE = ReblockConfig()
+"""Stands for the tree that virtual queries follow where nothing is reordered."""
+
 Dense = Callable[[Tensor, Tensor, Tensor], Tensor]
 Cache = MutableMapping[Any, Any]
 
@@ -85,7 +88,7 @@ class PackedCall:
         self.counters: Counter[str] = Counter()
         self.reblock_facts: dict[str, Any] | None = None
         self.dtype = like.dtype
-        tree = config.reblock or ReblockConfig()
+        tree = config.reblock or ANY_TREE
         self.topology_name = ("virtual_queries", layout, tree, config.virtual_query_rule)
         self.topology = self._topology(tree) if config.uses_virtual_queries else None
 
@@ -97,7 +100,7 @@ class PackedCall:
         self, query: Tensor, key: Tensor, value: Tensor, grid: TokenGrid, route: Tensor | None
     ) -> Tensor:
         """Reorder, attend and undo, a few heads at a time: copies of all heads would cost 4 GiB."""
-        reblock, layout = self.config.reblock, self.layout
+        reblock = self.config.reblock
         assert reblock is not None
         with _dispatch.stage("plan"):
             orders = plan_orders(
@@ -120,15 +123,22 @@ class PackedCall:
                 )
             parts = self.attend(q, k, v, own, head=first, means=means, summaries=summaries)
             del q, k, v, summaries
-            video = parts[0]
-            if len(parts) > 1:
-                # The last video rows may be dense; in the ten-second shape none are: no copy.
-                rest = layout.video_tokens - layout.dense_start
-                video = torch.cat([video, parts[1][:, :rest]], dim=1) if rest else video
-                out[:, layout.video_tokens :, here] = parts[1][:, rest:]
             with _dispatch.stage("reorder and summarise"):
-                out[:, : layout.video_tokens, here] = unpermute(video, orders.query[:, here])
+                self._undo(parts, where[0], out[:, :, here])
+            del parts
         return out
+
+    def _undo(self, parts: list[Tensor], order: Tensor, out: Tensor) -> None:
+        """Put the sparse rows, and the dense ones if any, straight into their places."""
+        layout = self.layout
+        video, start = out[:, : layout.video_tokens], layout.dense_start
+        unpermute(parts[0], order[..., :start], out=video)
+        if len(parts) > 1:
+            # The last video rows may be dense ones.
+            rest = layout.video_tokens - start
+            if rest:
+                unpermute(parts[1][:, :rest], order[..., start:], out=video)
+            out[:, layout.video_tokens :] = parts[1][:, rest:]
 
     def _reorder(
         self, query: Tensor, key: Tensor, value: Tensor, query_order: Tensor, key_order: Tensor

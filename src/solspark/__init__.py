@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from solspark.methods.spark import PackedConfig, packed_attention, spark_reweight
     from solspark.ops._dispatch import implementations, last_call, reasons
     from solspark.ops.block_sparse_attention import block_sparse_attention
+    from solspark.ops.merge import merge
     from solspark.ops.select_blocks import mask_from_plan, plan_from_mask
 
 _SOURCES = {
@@ -40,6 +41,7 @@ _SOURCES = {
     "implementations": "solspark.ops._dispatch",
     "last_call": "solspark.ops._dispatch",
     "mask_from_plan": "solspark.ops.select_blocks",
+    "merge": "solspark.ops.merge",
     "packed_attention": "solspark.methods.spark",
     "plan_from_mask": "solspark.ops.select_blocks",
     "reasons": "solspark.ops._dispatch",
@@ -67,6 +69,7 @@ __all__ = [
     "implementations",
     "last_call",
     "mask_from_plan",
+    "merge",
     "packed_attention",
     "plan_from_mask",
     "reasons",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from solspark import kernels
 from solspark.integrations.minimax_h3 import install_h3_sol_attn, install_h3_spark_attn
 from solspark.integrations.tiny_h3 import build_tiny_h3_transformer
 
@@ -79,6 +82,54 @@ def test_everything_exact_in_int8_is_dense(
         assert summary["implementations"] == {"qkv_producer": "triton", "sol_int8": "triton"}
     for a, b in zip(ours, usual, strict=True):
         assert float((a - b).float().norm() / b.float().norm()) < 0.016
+
+
+def every_kernel() -> list[Any]:
+    """Return all kernels of the package; those of another triton than this one's are left out."""
+    from triton.runtime.jit import JITFunction
+
+    found: dict[int, Any] = {}
+    for item in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        try:
+            module = importlib.import_module(item.name)
+        except ImportError:
+            continue
+        for value in vars(module).values():
+            if isinstance(value, JITFunction):
+                found[id(value)] = value
+    return list(found.values())
+
+
+@pytest.mark.parametrize("way", ["sol", "spark", "int8", "int8 streamed"])
+def test_prewarm_leaves_nothing_to_compile(way: str, make_request: Any) -> None:
+    """The first sparse step after the dense warm-up is no slower than the second."""
+    transformer = build_tiny_h3_transformer(dtype=torch.bfloat16, device="cuda")
+    request = on_gpu(make_request())
+    options: dict[str, Any] = dict(SPARSE)
+    if way.startswith("int8"):
+        options.update(precision="int8", chunk_tokens=256 if "streamed" in way else None)
+    install = install_h3_spark_attn if way == "spark" else install_h3_sol_attn
+    compiled = every_kernel()
+
+    def variants() -> dict[str, int]:
+        return {
+            f"{kernel.fn.__module__}.{kernel.fn.__name__}": sum(
+                len(cache[0]) for cache in kernel.device_caches.values()
+            )
+            for kernel in compiled
+        }
+
+    for kernel in compiled:
+        kernel.device_caches.clear()
+    with install(transformer, num_denoise_steps=2, **options) as plugin, torch.no_grad():
+        # Another length than that of the run: lengths compile nothing.
+        plugin.prewarm((6, 8, 12), context_tokens=100)
+        before = variants()
+        assert any(before.values())
+        for time in (0.0, 0.4):
+            transformer(**inputs_on_gpu(request, time, {}))
+        assert plugin.summary()["processor_calls"]["sparse:sol"] == 8
+    assert variants() == before
 
 
 @pytest.mark.parametrize("install", INSTALLERS)

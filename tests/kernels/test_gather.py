@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from solspark.ops import gather_means as means_ops
+from solspark.ops import gather_reweight as reweight_ops
 from solspark.reference.gather_means import gather_means as means_reference
 from solspark.reference.gather_reweight import gather_reweight as reweight_reference
 from solspark.testing import assert_close_to_oracle, make_qkv
@@ -60,6 +62,20 @@ def test_summaries(parents, components):
     terms = torch.einsum("bphd,bphnd->bphn", anchor.double().abs(), oracle[3].abs()) * 0.2
     mass = (result[5].double() + terms).float()
     assert_close_to_oracle(mass, oracle[5] + terms, peer[5].double() + terms, name="log_mass")
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("layout", ["contiguous", "fused"])
+def test_operators_keep_their_promises(layout):
+    """Shapes, types and strides of the fakes are those of the results; nothing is mutated."""
+    checks = ("test_schema", "test_faketensor")
+    query, key, value = make_qkv(2, 150, 3, 32, dtype=torch.float16, layout=layout)
+    orders = random_orders(2, 3, 130)
+    arguments = (query, orders, 2, torch.float32)
+    torch.library.opcheck(means_ops._operator, arguments, test_utils=checks)
+    switches = ("tensorcore", "stored", "full", 0.2)
+    arguments = (query[:, :3], key, value, orders, *switches)
+    torch.library.opcheck(reweight_ops._operator, arguments, test_utils=checks)
 
 
 def types_of(kernel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from solspark.ops import second_moments as ops
 from solspark.reference import second_moments as reference
 from solspark.reference.reblock import squared_norms
 from solspark.testing import assert_close_to_oracle
@@ -97,6 +98,26 @@ def test_features_and_their_norms(dtype: torch.dtype):
     again = torch.empty_like(got)
     kernels.launch_features(x, factor, again, None)
     assert again.equal(got)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("strided", [False, True])
+def test_operators_keep_their_promises(strided: bool):
+    """Shapes, types and strides of the fakes are those of the results; all mutation is declared."""
+    checks = ("test_schema", "test_faketensor")
+    x = rows(torch.float16, dim=96)[..., 32:64]
+    if not strided:
+        x = x.contiguous()
+    for implementation in ("eager", "triton"):
+        arguments = ([x, x], list(GRID.as_tuple()), "raw", "full", 1e-3, implementation)
+        torch.library.opcheck(ops._moments_operator, arguments, test_utils=checks)
+    moments = reference.second_moments(rows(torch.float32), grid=GRID)
+    torch.library.opcheck(ops._cholesky_operator, (moments,), test_utils=checks)
+    factor = reference.metric_factor(moments).half()
+    out = torch.zeros(2, 3, GRID.tokens, 32, dtype=torch.float16)
+    for squares in (torch.zeros(0), torch.zeros(2, 3, GRID.tokens)):
+        arguments = (x, factor, out, squares)
+        torch.library.opcheck(ops._features_operator, arguments, test_utils=checks)
 
 
 TYPES = {

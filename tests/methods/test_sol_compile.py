@@ -10,7 +10,20 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from solspark import BlockSummaries, block_sparse_attention, last_call, plan_from_mask, sol_attn
+from solspark import (
+    BlockSummaries,
+    PackedConfig,
+    TokenGrid,
+    block_sparse_attention,
+    last_call,
+    mask_from_plan,
+    merge,
+    packed_attention,
+    plan_from_mask,
+    sol_attn,
+    spark_reblock,
+    spark_reweight,
+)
 from solspark.ops.block_sparse_attention import _opaque as attention_operator
 from solspark.ops.pool import _opaque as means_operator
 from solspark.ops.select_blocks import _opaque as select_operator
@@ -81,6 +94,35 @@ def test_planned_attention_is_one_graph() -> None:
 
     compiled = torch.compile(call, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(*tensors), call(*tensors))
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")
+def test_a_block_of_every_public_operation_is_one_graph() -> None:
+    """The plan by hand, Sol, and Spark whole, in one function without a graph break."""
+    grid = TokenGrid(3, 7, 11)
+    video, tokens = grid.tokens, grid.tokens + 20
+    config = PackedConfig()
+
+    def block(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        plan = plan_from_mask(mask, query_tokens=tokens, key_tokens=tokens)
+        summaries = BlockSummaries(*spark_reweight(query[:, :1], key, value))
+        by_hand: Any = block_sparse_attention(
+            query, key, value, plan, summaries=summaries, return_lse=True
+        )
+        sol = sol_attn(query, key, value, topk_ratio=0.3, return_lse=True)
+        spark, _ = packed_attention(query, key, value, video_tokens=video, grid=grid, config=config)
+        samples = key[:, :video].transpose(1, 2)
+        order = spark_reblock(samples, grid_shape=grid.as_tuple(), validate=False)
+        return merge(*by_hand, *sol)[0] + spark, order.permutation, mask_from_plan(plan)
+
+    tensors = make_qkv(1, tokens, 2, 64)
+    mask = random_mask(1, 2, tokens, tokens)
+    with torch.no_grad():
+        expected = block(*tensors, mask)
+        found = torch.compile(block, fullgraph=True, backend="eager")(*tensors, mask)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "fused", "guarded"])

@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
-from solspark.ops.merge import merge
+from solspark import block_sparse_attention, merge, plan_from_mask
+from solspark.methods.sol import mean_summaries
+from solspark.ops.pool import pool
 from solspark.reference.merge import merge as reference
-from solspark.testing import assert_close_to_oracle
+from solspark.testing import assert_close_to_oracle, make_qkv, random_mask
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -27,6 +29,26 @@ def test_close_to_the_oracle(dtype: torch.dtype) -> None:
     peer = reference(outs[0], lses[0], outs[1], lses[1])
     assert_close_to_oracle(out, oracle[0], peer[0])
     assert_close_to_oracle(lse, oracle[1], peer[1], name="lse")
+
+
+@pytest.mark.parametrize("tail", ["query", "block", "block8x8", "none"])
+def test_parts_of_the_keys_merge_to_the_whole_call(tail: str) -> None:
+    """As in a ring of devices: each has some of the keys, in exact blocks and in summaries."""
+    query, key, value = make_qkv(2, 331, 3, 64, dtype=torch.float64)
+    mask = random_mask(2, 3, 331, 331)
+
+    def attend(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = key[:, first * 64 : last * 64], value[:, first * 64 : last * 64]
+        plan = plan_from_mask(mask[..., first:last], query_tokens=331, key_tokens=k.shape[1])
+        summaries = mean_summaries(pool(None, k, v, block=8 if tail == "block8x8" else 64))
+        found = block_sparse_attention(
+            query, k, v, plan, summaries=summaries, tail=tail, return_lse=True
+        )
+        assert isinstance(found, tuple)
+        return found
+
+    merged = merge(*merge(*attend(0, 2), *attend(2, 3)), *attend(3, 6))
+    torch.testing.assert_close(merged, attend(0, 6))
 
 
 def test_bad_arguments_are_named() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,16 @@ from torch import Tensor
 from solspark import plan_from_mask
 from solspark.ops._block_sparse_triton import run_kernel
 from solspark.ops._dispatch import reasons
+from solspark.ops.qkv_producer import quantize_qkv
+from solspark.reference.quantize_fp8 import tile_order
 from solspark.testing import make_qkv, nan_filled_allocations
 from solspark.types import AttentionCall, BlockPlan, BlockSummaries
 
 pytest.importorskip("triton.experimental.gluon")
 
-from solspark.kernels.hopper.block_sparse_attention import GROUP, _descriptor
+from solspark.kernels.hopper.block_sparse_attention import GROUP
+from solspark.kernels.hopper.ring import describe
+from solspark.kernels.hopper.sol_int8 import launch_sol_int8, launch_value_tiles
 from solspark.kernels.hopper.union_lists import launch_union_lists
 
 STACK_BYTES = 128
@@ -153,6 +158,47 @@ def test_compiles(record_launches, compile_launch, tmp_path: Path, options: dict
     assert resource_usage(compiled.asm["cubin"], tmp_path)["STACK"] <= STACK_BYTES
 
 
+@pytest.mark.interpreted
+def test_tiles_of_int8_values():
+    value = torch.randint(-127, 128, (3, 192, 64), dtype=torch.int8)
+    with nan_filled_allocations():
+        tiles, sums = launch_value_tiles(value)
+    blocks = value.view(3, 3, 64, 64)
+    assert tiles.view(3, 3, 64, 64).equal(blocks[:, :, tile_order()].transpose(2, 3))
+    assert sums.equal(128 * blocks.int().sum(2, dtype=torch.int32))
+
+
+def int8_launcher(tail: bool, biased: bool, gate: bool):
+    """Return a call of the INT8 kernel on small inputs."""
+    tensors = make_qkv(1, 200, 2, 128, dtype=torch.bfloat16)
+    qkv = replace(quantize_qkv(*tensors), biased=biased)
+    blocks = torch.ones(1, 2, 4, 4, dtype=torch.bool)
+    plan = plan_from_mask(blocks, query_tokens=200, key_tokens=200)
+    state = torch.zeros(2, 4), torch.zeros(2, 4), torch.zeros(2, 4, 128)
+    means = torch.zeros(2, 4, 128) if gate else None
+    return lambda: launch_sol_int8(
+        qkv,
+        state if tail else None,
+        plan,
+        tensors[0] if gate else None,
+        means,
+        a=0.1,
+        dtype=torch.bfloat16,
+    )
+
+
+@pytest.mark.parametrize("options", [(True, False, False), (False, True, True)], ids=str)
+def test_int8_compiles(record_launches, compile_launch, tmp_path: Path, options: tuple[bool, ...]):
+    *before, attention = record_launches(int8_launcher(*options))
+    assert len(before) == 2
+    for launch in before:
+        compile_launch(launch, "sm_90")
+    compiled = compile_launch(attention, "sm_90")
+    ptx = compiled.asm["ptx"]
+    assert ptx.count(".s32.s8.s8") == ptx.count("wgmma.mma_async.sync") > 0
+    assert resource_usage(compiled.asm["cubin"], tmp_path)["STACK"] <= STACK_BYTES
+
+
 def test_nothing_compiles_again_for_other_sizes_and_options(record_launches):
     def variants(*shape: int, **options: Any) -> set[str]:
         return {launch.key for launch in record_launches(launcher(shape, **options))}
@@ -178,7 +224,7 @@ def test_nothing_compiles_again_for_other_sizes_and_options(record_launches):
 def test_descriptors_describe_views_in_place(layout: str):
     for shape in ((1, 131, 3, 64), (1, 1, 1, 64), (1, 7, 1, 128)):
         for x in make_qkv(*shape, dtype=torch.bfloat16, layout=layout):
-            descriptor = _descriptor(x[0], True)
+            descriptor = describe(x[0], True)
             assert descriptor.base.data_ptr() == x.data_ptr()
             assert descriptor.shape == [shape[2], shape[1], shape[3]]
             for length, ours, stride in zip(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,6 +51,7 @@ def kernels_take_cpu_tensors(monkeypatch):
             monkeypatch.setitem(launch.__kwdefaults__, "ptx", False)
         for launch in (launch_int8_tail, launch_coarse_gate):
             monkeypatch.setitem(launch.__kwdefaults__, "dot", tl.float32)
+        monkeypatch.setattr(producer_module, "rotation_terms", lambda *_: (torch.float32, 1))
     for operation, run in RUNS.items():
         table = dict(_dispatch._registry[operation])
         table["triton"] = _dispatch.Implementation("triton", _dispatch.never_declines, run)
@@ -69,15 +71,26 @@ def relative(actual: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("tokens", [1, 65, 128])
-def test_operands(tokens: int):
+@pytest.mark.parametrize(
+    ("tokens", "basis"),
+    [
+        (1, dict()),
+        (128, dict()),
+        (65, dict(rotate=True)),
+        (65, dict(balance=True)),
+        (130, dict(rotate=True, balance=True)),
+    ],
+    ids=lambda value: " ".join(value) or "plain" if isinstance(value, dict) else value,
+)
+def test_operands(tokens: int, basis: dict):
     tensors = inputs(tokens, batch=2, heads=3)
+    tensors[1][:, :, 1, ::31] *= 30.0  # a head that is worth balancing
     lengths = torch.full((-(-tokens // 64),), 50, dtype=torch.int32)
     bias = torch.zeros(2, tokens)
     bias[1, 0] = -math.inf
     with nan_filled_allocations():
-        served = quantize_qkv(*tensors, key_bias=bias, block_len=lengths, impl="triton")
-    wanted = reference_quantize(*tensors, key_bias=bias, block_len=lengths)
+        served = quantize_qkv(*tensors, key_bias=bias, block_len=lengths, impl="triton", **basis)
+    wanted = reference_quantize(*tensors, key_bias=bias, block_len=lengths, **basis)
     for name, item in vars(wanted).items():
         mine = getattr(served, name)
         if not isinstance(item, torch.Tensor):
@@ -114,9 +127,18 @@ def test_layouts_change_no_bit(layout: str):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("rot", [8, 96, 128])
-@pytest.mark.parametrize("primed", [False, True], ids=["cold", "primed"])
-def test_chunks_with_norm_and_rope(rot: int, primed: bool):
+@pytest.mark.parametrize(
+    ("rot", "primed", "basis"),
+    [
+        (8, True, dict()),
+        (128, False, dict()),
+        (96, False, dict(rotate=True)),
+        (96, True, dict(rotate=True, balance=torch.rand(2, 128) + 0.5)),
+        (96, False, dict(balance=True)),
+    ],
+    ids=["primed", "cold", "rotated", "rotated-balanced-primed", "balanced"],
+)
+def test_chunks_with_norm_and_rope(rot: int, primed: bool, basis: dict):
     tokens, heads = 150, 2
     fused = torch.randn(tokens, 3 * heads * 128).bfloat16()
     weights = (1 + 0.2 * torch.randn(128), 1 + 0.2 * torch.randn(128))
@@ -136,6 +158,7 @@ def test_chunks_with_norm_and_rope(rot: int, primed: bool):
             value_scale=scale,
             block_len=lengths,
             impl=impl,
+            **basis,
         )
 
     with nan_filled_allocations():
@@ -164,6 +187,7 @@ CASES = {
     "top-k": dict(tokens=331, topk_ratio=0.3),
     "lengths-and-gate": dict(tokens=331, tau=1.2, lengths=True, gate=True),
     "stale": dict(tokens=331, tau=1.2, stale=True),
+    "scale-below-zero": dict(tokens=200, tau=0.5, scale=-0.06),
     "tied": dict(tokens=331, topk_ratio=0.4, equal=True, shape=(1, 1)),
     "no-budget": dict(tokens=331, topk_ratio=0.4, sinks=(0, 5), tail=False, shape=(1, 1)),
     "tokens": dict(tokens=459, tau=1.6, token_aug=64, shape=(1, 1)),
@@ -301,5 +325,5 @@ def test_what_the_kernels_decline(monkeypatch):
     monkeypatch.undo()
     call = _dispatch.describe(torch.zeros(1, 64, 1, 128), torch.zeros(1, 64, 1, 128))
     assert any("not on cpu" in why for why in _dispatch.reasons("sol_int8", "triton", call))
-    rotated = _dispatch.replace(call, variant="rotated")
-    assert "it does not rotate" in _dispatch.reasons("qkv_producer", "triton", rotated)
+    half = replace(call, head_dim=64)
+    assert any("head dim" in why for why in _dispatch.reasons("qkv_producer", "triton", half))

@@ -14,6 +14,11 @@ from solspark.testing import poison_free_memory
 pytestmark = pytest.mark.gpu
 
 
+def served() -> list[str]:
+    capability = torch.cuda.get_device_capability()
+    return ["triton", "hopper"] if capability == (9, 0) and not torch.version.hip else ["triton"]
+
+
 def inputs(tokens: int, *, batch: int = 1, heads: int = 4, dtype=torch.bfloat16, seed: int = 0):
     generator = torch.Generator("cuda").manual_seed(seed)
     shape = (batch, tokens, heads, 128)
@@ -51,17 +56,34 @@ def test_kernels_do_the_integer_arithmetic(tokens: int, options: dict):
     for name in ("query", "key", "value", "pooled", "centroid"):
         difference = (getattr(served, name).int() - getattr(wanted, name).int()).abs()
         assert difference.max() <= 1 and difference.float().mean() < 1e-3, name
-    out, eager = (
-        sol_int8(wanted, dtype=torch.float32, impl=impl, **options) for impl in ("triton", "eager")
-    )
-    # A GPU's exp2 is off by two units: about one byte of P in ten thousand turns over.
-    assert relative(out, eager) < 5e-4
+    eager = sol_int8(wanted, dtype=torch.float32, impl="eager", **options)
+    for impl in served():
+        out = sol_int8(wanted, dtype=torch.float32, impl=impl, **options)
+        # A GPU's exp2 is off by two units: about one byte of P in ten thousand turns over.
+        assert relative(out, eager) < 5e-4, impl
+
+
+@pytest.mark.parametrize("scale", [-0.05, 0.0])
+def test_a_bias_a_gate_short_blocks_and_odd_scales(scale: float):
+    q, k, v = inputs(1000, batch=2)
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 65, (16,), generator=generator, dtype=torch.int32).cuda()
+    bias = torch.randn(2, 1000, generator=generator)
+    bias[:, 64:100] = -torch.inf
+    gate = torch.randn(2, 1000, 4, 128, generator=generator).to("cuda", torch.bfloat16)
+    qkv = quantize_qkv(q, k, v, key_bias=bias.cuda(), block_len=lengths, impl="eager")
+    options = dict(tau=0.5, scale=scale, sinks=(0, 4), coarse_gate=gate, dtype=torch.float32)
+    eager = sol_int8(qkv, impl="eager", **options)
+    for impl in served():
+        assert relative(sol_int8(qkv, impl=impl, **options), eager) < 5e-4, impl
 
 
 def test_everything_exact_is_dense():
     q, k, v = inputs(4096, heads=8)
-    assert relative(sol_attn(q, k, v, -1e9), dense(q, k, v)) < 0.016
-    assert sol_attn_is_available() and last_call().implementation == "triton"
+    for impl in served():
+        assert relative(sol_attn(q, k, v, -1e9, impl=impl), dense(q, k, v)) < 0.016, impl
+        assert last_call().implementation == impl
+    assert sol_attn_is_available()
 
 
 @pytest.mark.parametrize("options", [dict(tau=1.0), dict(topk_ratio=0.1)], ids=["tau", "top-k"])

@@ -209,7 +209,8 @@ def mending(
         capability=_dispatch.capability(device),
         key_heads=heads,
     )
-    best = _dispatch.choose("qkv_producer", call, config.impl)
+    producer = _dispatch.where_available("qkv_producer", config.impl)
+    best = _dispatch.choose("qkv_producer", call, producer)
     found = {"rotate": config.int8_rotate, "balance": config.int8_balance}
     for name, asked in found.items():
         if asked is None:

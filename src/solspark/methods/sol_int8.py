@@ -71,7 +71,8 @@ def sol_attn(
             equally loud, in heads where few channels of either have much of the energy.
         check_bias: raise where `key_bias` is not zero outside `sink_blocks`, NaN or plus infinity;
             reads it, and so waits for the device.
-        impl: "eager", or None for the best implementation that can serve.
+        impl: "eager", "triton" or "hopper" for the attention, and for quantising where it has one
+            of that name; None takes the best that can serve.
 
     Returns:
         [B, T, H, 128] contiguous, in the type of q.
@@ -117,7 +118,14 @@ def sol_attn(
             impl,
         )
     qkv = quantize_qkv(
-        q, k, v, key_bias=bias, block_len=block_len, rotate=rotate, balance=balance, impl=impl
+        q,
+        k,
+        v,
+        key_bias=bias,
+        block_len=block_len,
+        rotate=rotate,
+        balance=balance,
+        impl=_dispatch.where_available("qkv_producer", impl),
     )
     return attend(qkv, coarse_gate=coarse_gate, dtype=q.dtype, impl=impl, **options.of_attention())
 
@@ -217,7 +225,7 @@ def sol_attn_chunked(
         block_len=block_len,
         rotate=rotate,
         balance=balance,
-        impl=impl,
+        impl=_dispatch.where_available("qkv_producer", impl),
     )
     out = attend(
         qkv, coarse_gate=coarse_gate, dtype=torch.bfloat16, impl=impl, **options.of_attention()

@@ -1,8 +1,11 @@
-"""INT8 Sol-Attn in Triton kernels: route some heads at a time, then attend in one launch."""
+"""INT8 Sol-Attn in kernels: route some heads at a time, then attend in one launch.
+
+The exact blocks are read by a Triton kernel, or by one in Gluon for compute capability 9.0.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,7 +13,7 @@ from torch import Tensor
 from solspark import _checks
 from solspark.reference.sol_int8 import LOG2E, budget
 from solspark.reference.sol_int8_quantized import biased_blocks, pair_centroids
-from solspark.types import BLOCK, QuantizedQKV
+from solspark.types import BLOCK, BlockPlan, QuantizedQKV
 
 ROUTE_BYTES = 96 * 2**20
 """Work space of routing, at least one head's: its scores, and the levels of its tokens."""
@@ -29,6 +32,7 @@ def run(
     coarse_gate: Tensor | None,
     token_aug: int,
     dtype: torch.dtype,
+    hopper: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend; return the output and the exact blocks of each row, int32 [B, H, N].
 
@@ -39,7 +43,12 @@ def run(
     from solspark.kernels.sol_int8 import launch_sol_int8
 
     batch, heads, _, _ = qkv.query.shape
-    a = scale * LOG2E
+    if scale < 0:
+        # Kernels take the maximum of scores before they scale them.
+        qkv = replace(
+            qkv, query=-qkv.query, query_means=-qkv.query_means, centroid=-qkv.centroid
+        )
+    a = abs(scale) * LOG2E
     coarse = None
     with torch.cuda.device_of(qkv.query):
         if coarse_gate is not None:
@@ -53,17 +62,25 @@ def run(
             )
         routes = Routes(qkv, a, sinks, dense_rows, tail, token_aug)
         routes.find(tau, topk_ratio)
-        out = launch_sol_int8(
-            qkv,
-            routes.state,
-            routes.lists,
-            routes.counts,
-            routes.tokens,
-            coarse_gate,
-            coarse,
-            a=a,
-            dtype=dtype,
-        )
+        if hopper:
+            from solspark.kernels.hopper import sol_int8
+
+            plan = routes.plan(batch)
+            out = sol_int8.launch_sol_int8(
+                qkv, routes.state, plan, coarse_gate, coarse, a=a, dtype=dtype
+            )
+        else:
+            out = launch_sol_int8(
+                qkv,
+                routes.state,
+                routes.lists,
+                routes.counts,
+                routes.tokens,
+                coarse_gate,
+                coarse,
+                a=a,
+                dtype=dtype,
+            )
     return out, routes.counts.unflatten(0, (batch, heads))
 
 
@@ -117,6 +134,14 @@ class Routes:
             barred = biased_blocks(qkv)
             barred[:, sinks[0] : sinks[1]] = True
             self.barred = barred.to(torch.uint8)
+
+    def plan(self, batch: int) -> BlockPlan:
+        """Return the exact blocks as a plan of [B, H, N]."""
+        parts = (
+            item.unflatten(0, (batch, self.heads))
+            for item in (self.bits, self.lists, self.counts)
+        )
+        return BlockPlan(*parts, query_tokens=self.qkv.tokens, key_tokens=self.qkv.tokens)
 
     def find(self, tau: float, topk_ratio: float) -> None:
         """Route all heads."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ def sol_int8(
         token_aug: tokens that a pair of query blocks reads exactly beyond its blocks: 0, 64, 128,
             192 or 256.
         dtype: of the result.
-        impl: "eager", "triton" or None for the best that can serve.
+        impl: "eager", "triton", "hopper" or None for the best that can serve.
 
     Returns:
         [B, T, H, D] contiguous; rows that are not live are zero.
@@ -335,7 +336,7 @@ def whole_call(
         block_len=block_len,
         rotate=rotate,
         balance=balance,
-        impl=impl,
+        impl=_dispatch.where_available("qkv_producer", impl),
     )
     return sol_int8(
         qkv,
@@ -365,5 +366,19 @@ def _triton_reasons(call: AttentionCall) -> list[str]:
     return _triton.obstacles(call, head_dims=(128,))
 
 
+def _hopper_reasons(call: AttentionCall) -> list[str]:
+    found = _triton_reasons(call)
+    if call.device_type == "cuda" and (torch.version.hip or call.capability != (9, 0)):
+        found.append(f"it is for compute capability (9, 0), this device has {call.capability}")
+    if call.variant == "tokens":
+        found.append("it does not gather single tokens")
+    if not found and not _triton.has_gluon():
+        found.append("this triton has no experimental.gluon")
+    return found
+
+
 _dispatch.register("sol_int8", "eager", _reasons, _eager)
 _dispatch.register("sol_int8", "triton", _triton_reasons, _sol_int8_triton.run)
+_dispatch.register(
+    "sol_int8", "hopper", _hopper_reasons, partial(_sol_int8_triton.run, hopper=True)
+)

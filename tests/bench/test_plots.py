@@ -58,9 +58,9 @@ def test_figures_are_drawn_from_rows_and_repeat_exactly(recorded, tmp_path, caps
     names = {path.name for path in folder.iterdir()}
     expected = ("time_against_tokens", "error_against_density", "where_the_time_goes")
     assert names == {f"{name}.{kind}" for name in expected for kind in ("png", "svg")}
-    before = {path.name: path.read_bytes() for path in folder.glob("*.png")}
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert plots.main(arguments) == 0
-    assert {path.name: path.read_bytes() for path in folder.glob("*.png")} == before
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     capsys.readouterr()
 
 
@@ -136,6 +136,19 @@ def test_a_cpu_evaluates_on_sampled_rows_what_whole_calls_give(tmp_path, capsys,
         errors = [item.error["relative_l2"] for item in (one, whole)]
         assert errors[0] == pytest.approx(errors[1], rel=1e-3), one.options
     capsys.readouterr()
+
+
+def test_a_result_farther_than_nothing_fails_the_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(quality, "SWEEPS", ((("sol",), {"topk_ratio": [0.1]}),))
+    right = sampled.sampled_sol
+
+    def wrong(*arguments):
+        found = right(*arguments)
+        return replace(found, rows=-3 * found.rows)
+
+    monkeypatch.setattr(sampled, "sampled_sol", wrong)
+    assert quality.main(["--problem", "tiny", "--heads", "1", "--only", "1"]) == 1
+    assert "GATE: relative L2" in capsys.readouterr().err
 
 
 def test_mass_recall_of_everything_is_one():

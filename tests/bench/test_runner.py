@@ -350,3 +350,25 @@ def test_a_device_passes_every_gate_of_a_small_problem(tmp_path, capsys, kind):
     failed = [(row.method, row.options, row.gate) for row in read_rows([out]) if not row.passed]
     assert failed == [] and code == 0
     capsys.readouterr()
+
+
+@pytest.mark.gpu
+def test_a_device_runs_the_tiny_transformer_and_the_quality_rows(tmp_path, capsys):
+    pytest.importorskip("diffusers")
+    out = tmp_path / "rows.jsonl"
+    common = ["--problem", "tiny", "--commit", "abc", "--out", str(out)]
+    ratios = ["--topk-ratio", "0.1,0.2"]
+    assert runner.main([*common, "--level", "dit", *ratios]) == 0
+    assert runner.main(["quality", *common]) == 0
+    rows = list(read_rows([out]))
+    assert all(row.passed for row in rows), [row.gate for row in rows if not row.passed]
+    for step in [row for row in rows if row.level == "step"]:
+        kept = {"level": "part", "method": step.method}
+        parts = [
+            row.ms
+            for row in rows
+            if all(getattr(row, name) == value for name, value in kept.items())
+            and step.options.items() <= row.options.items()
+        ]
+        assert min(parts) > 0 and sum(parts) == pytest.approx(step.ms, rel=1e-3)
+    capsys.readouterr()

@@ -16,6 +16,7 @@ from torch import Tensor
 from solspark.bench.dit import DENSE_EVALUATIONS, EVALUATIONS
 from solspark.bench.parts import PARTS
 from solspark.bench.problems import get_problem
+from solspark.bench.quality_tables import curve_rows
 from solspark.bench.report import newest
 from solspark.bench.rows import Row, read_rows
 from solspark.errors import MissingDependencyError
@@ -33,6 +34,8 @@ def _pyplot() -> Any:
         import matplotlib
 
         matplotlib.use("Agg")
+        # Names inside an SVG are random otherwise: the same rows are to give the same file.
+        matplotlib.rcParams["svg.hashsalt"] = "solspark"
         from matplotlib import pyplot
     except ImportError as error:
         raise MissingDependencyError(
@@ -56,7 +59,6 @@ def _save(figure: Any, folder: Path, name: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.{kind}" for kind in FORMATS]
     for path in paths:
-        # No date inside: the same rows give the same file.
         figure.savefig(path, dpi=140, bbox_inches="tight", metadata=_metadata(path))
     _pyplot().close(figure)
     return paths
@@ -67,12 +69,12 @@ def _metadata(path: Path) -> dict[str, Any]:
 
 
 def plot_time(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw the time of a whole call against T, one curve a method, log scales."""
+    """Draw the time of a whole call against T, one curve a method, log scales; one T is none."""
     mine = [row for row in rows if row.level == "call" and row.ms and row.passed]
     curves: dict[str, list[Row]] = {}
     for row in mine:
         curves.setdefault(_name(row), []).append(row)
-    if not curves:
+    if len({row.tokens for row in mine}) < 2:
         return []
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(7.5, 5))
@@ -93,30 +95,26 @@ def plot_time(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def plot_error(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw relative L2 against density, one curve a method, from rows on video activations."""
-    curves: dict[str, list[tuple[float, float]]] = {}
-    title = ""
-    for row in rows:
-        error = (row.error or {}).get("relative_l2")
-        realistic = row.options.get("inputs") in ("video", "file")
-        if row.level != "quality" or error is None or row.density is None or not realistic:
-            continue
-        kept = {k: v for k, v in row.options.items() if k not in ("topk_ratio", "tau", "inputs")}
-        route = "tau" if "tau" in row.options else "top-k"
-        words = [f"{k} {v}" for k, v in kept.items() if k not in ("heads", "seed")]
-        curves.setdefault(" ".join([row.method, route, *words]), []).append((row.density, error))
-        title = f"{row.problem}, video activations"
-    if not curves:
+    """Draw relative L2 against density, one curve a method and route, one field a problem."""
+    fields: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in curve_rows(rows):
+        if row.options.get("inputs") in ("video", "file") and row.density is not None:
+            route = "tau" if "tau" in row.options else "top-k"
+            curve = fields.setdefault(row.problem, {}).setdefault(f"{row.method}, {route}", [])
+            curve.append((row.density, (row.error or {})["relative_l2"]))
+    if not fields:
         return []
     plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(7.5, 5))
-    for name, points in sorted(curves.items()):
-        points.sort()
-        axes.plot(*zip(*points, strict=True), marker="o", label=name)
-    axes.set(xlabel="share of block pairs read exactly", ylabel="relative L2 against dense")
-    axes.set(yscale="log", title=title)
-    axes.grid(True, which="both", alpha=0.3)
-    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    size = (4.2 * len(fields) + 1.5, 4)
+    figure, places = plt.subplots(1, len(fields), figsize=size, sharey=True, squeeze=False)
+    for axes, (problem, curves) in zip(places[0], fields.items(), strict=True):
+        for name, points in sorted(curves.items()):
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
+        axes.set(xlabel="share of block pairs read exactly", yscale="log")
+        axes.set_title(f"{problem}, video activations", fontsize=10)
+        axes.grid(True, which="both", alpha=0.3)
+        axes.legend(fontsize=8)
+    places[0, 0].set(ylabel="relative L2 against dense")
     return _save(figure, folder, "error_against_density")
 
 

@@ -380,6 +380,7 @@ def explain_command(
         table.add_row("sparse work", f"{cost.flops / 1e12:.3g} TFLOP, {share:.1%} of dense")
         table.add_row("output", _size(cost.output_bytes))
         table.add_row("summaries", _size(cost.summary_bytes))
+        table.add_row("block scores, before the output", _size(cost.score_bytes))
         table.add_row("plan", _size(cost.plan_bytes))
         if cost.operand_bytes:
             table.add_row("INT8 operands", _size(cost.operand_bytes))

@@ -17,6 +17,7 @@ import torch
 from . import ops
 from .ops import _dispatch
 from .ops.qkv_producer import variant
+from .plan.select import SCORE_BYTES
 from .types import BLOCK, AttentionCall, block_count
 
 PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "numpy")
@@ -68,7 +69,8 @@ class Estimate:
         plan_flops: of the scores between query and key blocks.
         output_bytes: of the result (and the LSE, if asked for).
         summary_bytes: of the block means of K and V and the query means.
-        plan_bytes: of scores, packed bits and lists.
+        score_bytes: of block scores, a few heads at a time; gone before the result is made.
+        plan_bytes: of packed bits and lists; with INT8, of scores too.
         operand_bytes: of INT8 operands, and of the chunk that they are made from.
         held_bytes: of Q, K and V in the input type, none where they are streamed; not part of the
             memory above the inputs.
@@ -82,6 +84,7 @@ class Estimate:
     plan_flops: float
     output_bytes: int
     summary_bytes: int
+    score_bytes: int
     plan_bytes: int
     operand_bytes: int = 0
     held_bytes: int = 0
@@ -93,8 +96,9 @@ class Estimate:
 
     @property
     def workspace_bytes(self) -> int:
-        """Memory above the inputs."""
-        return self.output_bytes + self.summary_bytes + self.plan_bytes + self.operand_bytes
+        """Memory above the inputs, at its peak: the result takes the place of the scores."""
+        kept = self.summary_bytes + self.plan_bytes + self.operand_bytes
+        return max(self.output_bytes, self.score_bytes) + kept
 
 
 def environment() -> dict[str, Any]:
@@ -226,7 +230,8 @@ def estimate(
     means = columns * call.head_dim * element * (2 if call.tail != "none" else 1) * call.parents
     held = 3 * heads * call.key_tokens * call.head_dim * element
     operands = 0
-    plan = heads * (rows * columns * 4 + lists)
+    scores = max(call.batch * rows * columns * 4, min(heads * rows * columns * 4, SCORE_BYTES))
+    plan = heads * lists
     if call.precision == "int8":
         # Means of Q and K in float32, sums of V in bfloat16, and both means once more in INT8.
         means = columns * (call.head_dim * (4 + 2 + 2) + 8)
@@ -234,8 +239,9 @@ def estimate(
         if chunk_tokens is not None:
             held = 0
             operands += 3 * heads * min(chunk_tokens, call.key_tokens) * call.head_dim * element
-        scores = max(rows * columns * 4, min(heads * rows * columns * 4, INT8_ROUTE_BYTES))
-        plan = scores + heads * rows * (columns * (2 if columns < 32768 else 4) + 4)
+        routed = max(rows * columns * 4, min(heads * rows * columns * 4, INT8_ROUTE_BYTES))
+        plan = routed + heads * rows * (columns * (2 if columns < 32768 else 4) + 4)
+        scores = 0
     return Estimate(
         density=density,
         density_source=source,
@@ -247,6 +253,7 @@ def estimate(
         * call.query_tokens
         * (call.head_dim * element + (4 if call.return_lse else 0)),
         summary_bytes=heads * (means + rows * call.head_dim * 4),
+        score_bytes=scores,
         plan_bytes=plan,
         operand_bytes=operands,
         held_bytes=held,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from statistics import NormalDist
 
 import pytest
@@ -12,6 +14,7 @@ from solspark import diagnose
 from solspark.ops import _dispatch
 from solspark.types import AttentionCall
 
+ROOT = Path(__file__).resolve().parents[2]
 CALL = AttentionCall(
     batch=1,
     query_tokens=73584,
@@ -111,6 +114,30 @@ def test_tails_and_outputs_are_counted():
     assert query.output_bytes == 73584 * 56 * 128 * 2
     lse = diagnose.estimate(replace(CALL, return_lse=True), topk_ratio=0.1)
     assert lse.output_bytes - query.output_bytes == 73584 * 56 * 4
+
+
+def recorded() -> list[dict]:
+    """Return the rows of whole Sol calls that a GPU recorded."""
+    lines = (ROOT / "benchmarks/h200.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    known = {"inputs", "topk_ratio", "tau"}
+    return [
+        row
+        for row in rows
+        if (row["level"], row["method"], row["precision"]) == ("call", "sol", "bf16")
+        and row["gate"] == "pass"
+        and set(row["options"]) <= known
+    ]
+
+
+@pytest.mark.parametrize("row", recorded(), ids=lambda row: f"{row['problem']} {row['options']}")
+def test_memory_is_estimated_within_a_fifth_of_what_was_measured(row):
+    call = replace(CALL, query_tokens=row["tokens"], key_tokens=row["tokens"], heads=row["heads"])
+    options = {
+        name: row["options"][name] for name in ("topk_ratio", "tau") if name in row["options"]
+    }
+    found = diagnose.estimate(call, **options).workspace_bytes / 2**30
+    assert found == pytest.approx(row["peak_gib"], rel=0.2)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from solspark import (
     sol_attn,
 )
 from solspark._checks import normalise_key_bias
+from solspark.diagnose import estimate
 from solspark.methods.sol import mean_summaries
 from solspark.ops import _block_sparse_triton as attention_ops
 from solspark.ops import _dispatch
@@ -566,6 +567,8 @@ def test_memory_peak(impl: str, production: Any):
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
         assert peak <= budget, f"{peak / GIB:.2f} GiB with {options}"
+        call = _dispatch.describe(tensors[0], tensors[1])
+        assert peak == pytest.approx(estimate(call, **options).workspace_bytes, rel=0.2)
         del out
 
 

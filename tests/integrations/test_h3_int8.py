@@ -166,6 +166,17 @@ def test_streamed_is_direct_and_both_are_near_native(layer: Layer) -> None:
         assert min(cosine(direct, native), cosine(streamed, native)) > 0.995
 
 
+@ways
+def test_tokens_read_beyond_the_blocks_bring_it_nearer_to_dense(
+    layer: Layer, way: dict[str, Any]
+) -> None:
+    errors = [
+        relative(layer.attend(**way, sol_tau=3.0, int8_token_aug=tokens)[0], layer.dense)
+        for tokens in (None, 64, 256)
+    ]
+    assert errors[2] < errors[1] < errors[0]
+
+
 def test_the_size_of_a_chunk_changes_nothing(layer: Layer) -> None:
     sizes = (64, 192, 4096)
     outs = [layer.attend(precision="int8", chunk_tokens=size)[0] for size in sizes]
@@ -560,6 +571,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"precision": "fp4"}, "precision: expected one of native, int8; got 'fp4'"),
     ({"precision": None}, "precision: expected one of"),
     ({"chunk_tokens": 256}, "chunk_tokens: 256 needs precision='int8', got 'native'"),
+    ({"int8_token_aug": 64}, "int8_token_aug: 64 needs precision='int8'"),
+    (
+        {"precision": "int8", "int8_token_aug": 100},
+        "int8_token_aug: expected None or one of 0, 64, .* 100",
+    ),
+    ({"precision": "int8", "int8_token_aug": False}, "int8_token_aug: expected None or .* False"),
     ({"int8_rotate": True}, "int8_rotate: True needs precision='int8'"),
     ({"int8_balance": False}, "int8_balance: False needs precision='int8'"),
     (
@@ -570,7 +587,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"precision": "int8", "chunk_tokens": -64}, "chunk_tokens: expected"),
     ({"precision": "int8", "chunk_tokens": 64.0}, "chunk_tokens: expected"),
     ({"precision": "int8", "chunk_tokens": True}, "chunk_tokens: expected"),
-    ({"precision": "int8", "impl": "hopper"}, "impl: 'hopper' does not serve precision='int8'"),
+    ({"precision": "int8", "impl": "quick"}, "impl: 'quick' does not serve precision='int8'"),
     *(
         ({"precision": "int8", **options}, f"precision: 'int8' cannot be combined with {name}=")
         for name, options in {

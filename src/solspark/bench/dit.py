@@ -328,7 +328,7 @@ def _sparse(name: str) -> Callable[[Source, dict[str, Any]], Case]:
             }
             return [whole, *_step_rows(step, "sparse")]
 
-        return Case(run, judge, facts=facts)
+        return Case(run, judge, facts=facts, precision=options.get("precision"))
 
     return build
 

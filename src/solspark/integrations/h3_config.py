@@ -11,6 +11,7 @@ from typing import Any
 
 from ..methods.spark_config import PRESETS, PackedConfig, ReblockConfig
 from ..ops import _dispatch
+from ..ops.sol_int8 import TOKEN_BUDGETS
 from ..types import BLOCK
 
 DEFAULT_EVALUATIONS = 19
@@ -188,6 +189,8 @@ class H3SparseAttentionConfig:
         int8_rotate, int8_balance: rotate, and balance, the channels of Q and K before they are
             quantised; both lower the error where few channels are loud. None: where the best
             implementation does it.
+        int8_token_aug: tokens that each pair of query blocks reads exactly beyond its blocks, with
+            "int8": 64, 128, 192 or 256; 0 or None for none.
         sol_log_density: report the share of blocks read exactly (waits for the device when
             `summary()` is called).
         dense_backend: attention of the dense calls and of the dense suffix: a backend name of
@@ -268,6 +271,7 @@ class H3SparseAttentionConfig:
     chunk_tokens: int | None = None
     int8_rotate: bool | None = None
     int8_balance: bool | None = None
+    int8_token_aug: int | None = None
 
     sol_log_density: bool = True
     dense_backend: DenseBackend | None = None
@@ -475,8 +479,12 @@ class H3SparseAttentionConfig:
         for name in ("int8_rotate", "int8_balance"):
             if getattr(self, name) is not None:
                 _check_bool(name, getattr(self, name))
+        tokens = self.int8_token_aug
+        if tokens is not None and (type(tokens) is not int or tokens not in TOKEN_BUDGETS):
+            words = ", ".join(map(str, TOKEN_BUDGETS))
+            raise ValueError(f"int8_token_aug: expected None or one of {words}; got {tokens!r}")
         if self.precision == "native":
-            for name in ("chunk_tokens", "int8_rotate", "int8_balance"):
+            for name in ("chunk_tokens", "int8_rotate", "int8_balance", "int8_token_aug"):
                 if getattr(self, name) is not None:
                     raise ValueError(
                         f"{name}: {getattr(self, name)!r} needs precision='int8', got 'native'"

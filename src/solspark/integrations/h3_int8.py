@@ -99,6 +99,7 @@ class Int8Attention:
             "sink_blocks": (self.layout.candidates, self.layout.key_blocks),
             "sink_q": (self.layout.query_blocks, self.layout.key_blocks),
             "tail": config.sol_tail_granularity != "none",
+            "token_aug": config.int8_token_aug or 0,
             "impl": config.impl,
             **self.mending,
         }

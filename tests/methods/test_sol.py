@@ -14,6 +14,7 @@ import sol_attn as compatible
 import sol_attn.triton_ref as compatible_reference
 import solspark
 from solspark import SolStats, UnsupportedError, get_sol_attn_backend, mask_from_plan, sol_attn
+from solspark.ops import _dispatch
 from solspark.plan.select import plan_sol
 from solspark.reference.sol import sol_attn as reference
 from solspark.testing import (
@@ -427,6 +428,23 @@ def test_an_implementation_asked_for_serves_or_raises() -> None:
             sol_attn(*make_qkv(1, 100, 2, 64, dtype=torch.float64), impl=name)
     with pytest.raises(ValueError, match=r"impl: expected one of .* got 'cuda'"):
         sol_attn(*tensors, impl="cuda")
+
+
+def test_a_failing_kernel_is_an_error_and_no_reason_to_fall_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("device fault")
+
+    operation = "block_sparse_attention"
+    _dispatch.implementations(operation)  # has them registered
+    known = dict(_dispatch._registry[operation])
+    monkeypatch.setitem(_dispatch._registry, operation, known)
+    _dispatch.register(operation, "triton", _dispatch.never_declines, fail)
+    tensors = make_qkv(1, 100, 2, 64)
+    with pytest.raises(RuntimeError, match="device fault"):
+        sol_attn(*tensors)
+    assert sol_attn(*tensors, impl="eager").isfinite().all()
 
 
 def test_compatible_names_are_the_same_objects() -> None:

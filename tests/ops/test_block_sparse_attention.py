@@ -362,6 +362,22 @@ def test_work_space_stays_small() -> None:
     assert peak.bytes < 250 * 2**20
 
 
+def test_grouped_heads_are_not_repeated_in_memory() -> None:
+    """Sixteen query heads to a key head: repeating K and V would take 60 MiB more."""
+    peaks = []
+    for key_heads in (32, 2):
+        tensors = make_qkv(1, 4096, 32, 64, key_heads=key_heads)
+        mask = random_mask(1, 32, 4096, 4096, density=0.05)
+        plan = plan_from_mask(mask, query_tokens=4096, key_tokens=4096)
+        block_sparse_attention(*tensors, plan)
+        with PeakMemory() as peak:
+            block_sparse_attention(*tensors, plan)
+        if peak.bytes is None:
+            pytest.skip("this system does not tell a process its peak memory")
+        peaks.append(peak.bytes)
+    assert peaks[1] < peaks[0] + 12 * 2**20
+
+
 def test_the_record_tells_what_served_and_how_dense() -> None:
     tensors = make_qkv(1, 331, 3, 64)
     mask = random_mask(1, 3, 331, 331)

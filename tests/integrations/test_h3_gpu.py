@@ -79,7 +79,7 @@ def test_everything_exact_in_int8_is_dense(
     assert summary["processor_calls"]["sparse:sol"] == 8
     if mended is None:
         # Nothing that no kernel serves is on by itself.
-        assert summary["implementations"] == {"qkv_producer": "triton", "sol_int8": "triton"}
+        assert "eager" not in summary["implementations"].values()
     for a, b in zip(ours, usual, strict=True):
         assert float((a - b).float().norm() / b.float().norm()) < 0.016
 

@@ -8,14 +8,11 @@ import torch
 from solspark.bench import activations
 from solspark.bench.activations import (
     ARCHETYPES,
-    apply_rotary,
-    axis_positions,
     head_kind,
-    position_ids,
-    rotary_table,
     video_activations,
 )
 from solspark.bench.problems import get_problem
+from solspark.bench.rotary import apply_rotary, axis_positions, position_ids, rotary_table
 
 SMALL = get_problem("h3-5s").with_grid(9, 12, 20)
 

@@ -239,9 +239,8 @@ def estimate(
         if chunk_tokens is not None:
             held = 0
             operands += 3 * heads * min(chunk_tokens, call.key_tokens) * call.head_dim * element
-        routed = max(rows * columns * 4, min(heads * rows * columns * 4, INT8_ROUTE_BYTES))
-        plan = routed + heads * rows * (columns * (2 if columns < 32768 else 4) + 4)
-        scores = 0
+        scores = max(rows * columns * 4, min(heads * rows * columns * 4, INT8_ROUTE_BYTES))
+        plan = heads * rows * (columns * (2 if columns < 32768 else 4) + 4)
     return Estimate(
         density=density,
         density_source=source,

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from solspark.errors import UnsupportedError
-from solspark.methods import spark_call
+from solspark.methods import aside, spark_call
 from solspark.methods.reblock import PreparedLandmarkTreeV2Permutation
 from solspark.methods.spark import (
     PRESETS,
@@ -342,6 +342,16 @@ def test_any_geometry_represents_every_token_once(grid, context, batch, dim, nam
     if layout.candidates == 0:
         torch.testing.assert_close(mixed.double(), dense, atol=3e-6, rtol=1e-5)
     assert 0 < record.density <= 1
+
+
+def test_a_clip_whose_sizes_no_tile_divides():
+    """480 x 832 of another model: 21 x 45 x 80, odd frames and rows, 1,181 blocks and 16 tokens."""
+    grid = TokenGrid(21, 45, 80)
+    query, key, value = make_qkv(1, grid.tokens + 27, 1, 64)
+    constant = torch.linspace(-2, 2, 64).expand_as(value)
+    out, record = attend(query, key, constant, replace(SPARK, topk_ratio=0.01), grid)
+    torch.testing.assert_close(out, constant.contiguous(), atol=3e-6, rtol=0)
+    assert record.layout.candidates == 1181 and record.video_density == pytest.approx(12 / 1181)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -694,6 +704,18 @@ def test_the_default_path_never_waits_for_the_device(base):
         attend(*tensors, base, grid, cache=cache)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_dense_rows_on_a_second_stream_change_nothing(monkeypatch: pytest.MonkeyPatch):
+    grid = TokenGrid(9, 24, 42)  # 48 of the video rows are dense
+    tensors = make_qkv(1, grid.tokens + 200, 4, 128, dtype=torch.bfloat16, device="cuda")
+    cache = {}
+    monkeypatch.setattr(aside, "OVERLAP", False)
+    expected, _ = attend(*tensors, SPARK, grid, cache=cache)
+    monkeypatch.setattr(aside, "OVERLAP", True)
+    for _ in range(10):
+        assert attend(*tensors, SPARK, grid, cache=cache)[0].equal(expected)
 
 
 @pytest.mark.gpu

@@ -507,7 +507,7 @@ def _int8_outliers(inputs: Inputs, options: dict[str, Any]) -> Case:
     # Loud in both, Q and K make softmax all but one-hot: the error is a few rows whose key changes.
     loud.sample = sample_rows(query.shape[1], inputs.heads, inputs.device, rows=query.shape[1])
     return Case(
-        run=lambda: attend(query, key, value, float("-inf"), **known),
+        run=lambda: attend(query, key, value, -1e9, **known),
         judge=lambda out: judge_near(loud, out, 1.0),
         error=lambda out: error_against_dense(loud, out),
         timed=False,

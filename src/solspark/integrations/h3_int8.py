@@ -21,6 +21,9 @@ from ..types import AttentionCall, CallRecord
 from .h3_config import H3SparseAttentionConfig
 from .h3_layout import H3Layout, version
 
+EVERY_BLOCK = -1e9
+"""Threshold, in standard deviations, that every block exceeds."""
+
 ROW_VALUE = 16.0
 """Rows of this value leave a norm as its weight: the mean square swallows eps."""
 
@@ -111,7 +114,7 @@ class Int8Attention:
             self.options["topk_ratio"] = topk_ratio
         else:
             # The INT8 budget never takes every block; a threshold can.
-            self.options["tau"] = float("-inf")
+            self.options["tau"] = EVERY_BLOCK
 
     def whole(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, PackedRecord]:
         """Attend from Q, K and V [B, T, H, 128] in packed order."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from solspark import _checks
+from solspark.methods.aside import Aside
 from solspark.methods.sol import mean_summaries
 from solspark.methods.spark_config import PackedConfig, ReblockConfig
 from solspark.methods.spark_order import plan_orders
@@ -42,8 +43,9 @@ from solspark.types import BLOCK, BlockPlan, BlockSummaries, TokenGrid, block_co
 SUMMARY_BYTES = 2**30
 """Summaries of as many virtual queries as fit here exist at one time."""
 
-REORDER_BYTES = 3 * 2**29
-"""Reordered copies of Q, K and V (one head at least) exist at one time within this."""
+REORDER_BYTES = 7 * 2**28
+"""Reordered copies of Q, K and V (one head at least) exist at one time within this: 56 heads of
+MiniMax-H3 at 5 s together, at 10 s in two halves."""
 
 ANY_TREE = ReblockConfig()
 """Stands for the tree that virtual queries follow where nothing is reordered."""
@@ -193,6 +195,12 @@ class PackedCall:
         """Attend in the given order; return rows [0, dense_start) and, if any, the dense rest."""
         layout, config = self.layout, self.config
         prefix = self._prefix(query)
+        rest = None
+        if layout.dense_start < layout.tokens:
+            # Before the sparse rows and beside them: eight programs a head fill two waves badly.
+            suffix = query[:, layout.dense_start :]
+            rest = Aside(lambda: self.dense(suffix, key, value), query.device)
+            self.counters["dense_context"] += 1
         if means is None:
             with _dispatch.stage("plan"):
                 means = self._pool(prefix, key, value)
@@ -224,9 +232,8 @@ class PackedCall:
             self.counters["sparse_core"] += 1
         joined = sparse[0] if len(sparse) == 1 else torch.cat(sparse, dim=1)
         found = [joined[:, : layout.dense_start]]
-        if layout.dense_start < layout.tokens:
-            found.append(self.dense(query[:, layout.dense_start :], key, value))
-            self.counters["dense_context"] += 1
+        if rest is not None:
+            found.append(rest.join())
         return found
 
     def _topology(self, tree: ReblockConfig) -> VirtualQueries:

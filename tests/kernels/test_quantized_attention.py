@@ -436,6 +436,32 @@ def test_masked_variants_do_the_same_arithmetic(name, record_launches, compile_l
     assert len(seen) == 1, seen
 
 
+def test_nothing_compiles_again(record_launches):
+    """A new length, batch, head count, scale or budget runs what is compiled already."""
+
+    def run(batch, tokens, heads, keep, scale):
+        query, key, value = tensors(tokens, tokens, heads, heads, 64, batch, torch.bfloat16)
+        lead = (batch, heads) if batch > 1 else (1, 1)
+        grid = (*lead, -(-tokens // 128), -(-tokens // 64))
+        shown = torch.rand(grid, generator=torch.Generator().manual_seed(0)) < keep
+        for mask in (None, torch.ones(batch, 1, 1, tokens, dtype=torch.bool)):
+            for given in (
+                {},
+                {"granularity": "tile", "pv": "int8"},
+                {"attn_mask": mask, "block_mask": shown, "scale": scale},
+                {"attn_mask": mask if mask is None else mask.expand(-1, -1, tokens, -1)},
+            ):
+                quantized_attention(query, key, value, impl="triton", **given)
+
+    variants = None
+    for case in ((1, 1000, 2, 0.3, 0.1), (2, 1024, 3, 0.9, 0.3), (1, 64, 16, 0.5, 1.0)):
+        launches = record_launches(lambda case=case: run(*case))
+        found = {(launch.kernel.__name__, launch.key) for launch in launches}
+        assert variants is None or found == variants, found ^ variants
+        variants = found
+    assert {name for name, _ in variants} >= {"quantize_kernel", "pack_mask_kernel"}
+
+
 def test_the_forward_compiles_for_every_target(compile_ahead):
     kernel = quantized_attention_kernel
     compile_ahead(kernel, types_of(kernel), FORWARD, num_warps=4, num_stages=2)

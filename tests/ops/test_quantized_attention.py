@@ -502,3 +502,12 @@ def test_quantize_refuses():
         quantize(x, dtype="none")
     with pytest.raises(TypeError, match="x: expected"):
         quantize(x.long())
+
+
+def test_a_mask_that_wants_a_gradient_is_refused():
+    query, key, value = (torch.randn(1, 40, 2, 16) for _ in range(3))
+    bias = torch.zeros(40, 40, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="attn_mask cannot get a gradient"):
+        quantized_attention(query, key, value, attn_mask=bias)
+    with torch.no_grad():
+        quantized_attention(query, key, value, attn_mask=bias)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "rows", "columns", "smb", "smh", "smr", "smc"])
 def block_lists_kernel(
     mask_ptr,
     index_ptr,

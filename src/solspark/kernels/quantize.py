@@ -30,7 +30,7 @@ def round_even(x):
     return (x + ROUNDER) - ROUNDER
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "heads", "scale_stride", "largest", "norm"])
 def quantize_kernel(
     x_ptr,
     values_ptr,
@@ -94,7 +94,7 @@ def quantize_kernel(
     tl.store(values_ptr + out, y.to(values_ptr.dtype.element_ty), mask=live[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "heads", "shares", "share_tokens"])
 def mean_kernel(
     x_ptr,
     parts_ptr,

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from solspark.router import Platform, RouterConfig, SelectorSpec, builtin_registry, select_adaptive
+from solspark.router import (
+    Platform,
+    RouterConfig,
+    SelectorSpec,
+    builtin_registry,
+    layout_from_segments,
+    select_adaptive,
+)
 
 
 def prepared(name, **config):
@@ -73,6 +82,67 @@ def test_selections_with_and_without_a_token_mask(name, masked, shared):
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
     dense = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     assert relative(out, dense) > 0.05
+
+
+def with_tail(q, k, v, selection, mask=None, dropped=None):
+    """Attention of the kept tokens and of one mean for each other 64 keys, in float64."""
+    q, k, v = (x.double() for x in (q, k, v))
+    group, tokens = q.shape[1] // k.shape[1], k.shape[2]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    exact = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    seen = torch.ones(tokens, dtype=torch.bool) if mask is None else mask[:, 0, 0]
+    seen = seen.expand(q.shape[0], tokens)
+    exact = exact.masked_fill(~(selection.token_mask() & seen[:, None, None]), float("-inf"))
+    keep = selection.block_mask().repeat_interleave(64, 2)[:, :, :tokens]
+    logits, values = [exact], [v]
+    for j in range(-(-tokens // 64)):
+        if dropped is not None and dropped[j]:
+            continue
+        part = slice(64 * j, min(64 * j + 64, tokens))
+        weight = seen[:, None, part, None].double()
+        count = weight.sum(2)
+        mean = (k[:, :, part] * weight).sum(2) / count
+        logit = q @ mean[..., None] * q.shape[-1] ** -0.5 + count[:, :, None].log()
+        logits.append(logit.masked_fill(keep[..., j : j + 1], float("-inf")))
+        values.append(((v[:, :, part] * weight).sum(2) / count)[:, :, None])
+    return torch.cat(logits, -1).softmax(-1) @ torch.cat(values, 2)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_tail_stands_in_for_the_tiles_left_out(masked):
+    q, k, v = tensors()
+    selection = select_adaptive(q, k, SelectorSpec(budget=0.25))
+    mask = None
+    if masked:
+        mask = torch.rand(2, 1, 1, 700, generator=torch.Generator().manual_seed(1)) > 0.3
+    call = prepared("block_sparse")
+    arguments = (q, k, v, mask, 0.0, False, None, True)
+    out = call(*arguments, selection=replace(selection, tail=True))
+    torch.testing.assert_close(
+        out, with_tail(q, k, v, selection, mask).float(), rtol=1e-4, atol=1e-5
+    )
+    assert relative(out, call(*arguments, selection=selection)) > 0.05
+    # What is left out is nearer with its means than without them.
+    dense = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    assert relative(out, dense) < relative(call(*arguments, selection=selection), dense)
+
+
+def test_padding_has_no_part_in_a_tail():
+    q, k, v = tensors()
+    layout = layout_from_segments([("text", 40), ("video", 472), ("pad", 188)])
+    spec = SelectorSpec(budget=0.25)
+    selection = replace(select_adaptive(q, k, spec, layout=layout), tail=True)
+    dropped = selection.dropped_blocks()
+    assert dropped.tolist() == [False] * 8 + [True] * 3
+    out = prepared("block_sparse")(q, k, v, None, 0.0, False, None, True, selection=selection)
+    want = with_tail(q, k, v, selection, dropped=dropped)
+    torch.testing.assert_close(out[:, :, :512], want[:, :, :512].float(), rtol=1e-4, atol=1e-5)
+    louder = k.clone()
+    louder[:, :, 512:] *= 100
+    again = prepared("block_sparse")(
+        q, louder, v, None, 0.0, False, None, True, selection=selection
+    )
+    assert torch.equal(again[:, :, :512], out[:, :, :512])
 
 
 def test_options_reach_the_kernel():

@@ -212,6 +212,11 @@ def half(*shape, **options):
         ),
         ("quantized", RouteCall(*[half(1, 8, 600, 64)] * 3, extra={"window": 3}), "window"),
         (
+            "quantized",
+            RouteCall(*[half(1, 8, 600, 64)] * 3, torch.zeros(600, requires_grad=True), grad=True),
+            "no gradient for attn_mask",
+        ),
+        (
             "flash",
             RouteCall(*[half(1, 8, 600, 64)] * 2, half(1, 8, 600, 32)),
             "value's head_dim 32",

@@ -12,6 +12,7 @@ import torch
 from solspark.router import (
     BLOCK_MASK,
     MASKED_BLOCK,
+    TAIL,
     Constraints,
     Entry,
     RouteCall,
@@ -184,6 +185,22 @@ def test_masked_calls_are_served_where_the_backend_can():
     for pattern in ("radial", "adaptive"):
         stage, _ = stage_of(pattern=pattern)
         assert not stage(call, BOTH).keep[..., 5:7].any()
+
+
+def test_a_tail_is_asked_of_backends_that_have_one(caplog):
+    caplog.set_level(logging.INFO, "solspark.router")
+    stage, context = stage_of(tail=True)
+    assert stage(call_of(), BOTH | {TAIL}).tail
+    assert not caplog.messages or "summaries" not in caplog.text
+    for _ in range(2):
+        assert not stage(call_of(), BOTH).tail
+    assert caplog.text.count("no summaries") == 1
+    context.publish_segments([("video", 512), ("pad", 188)])
+    assert stage(call_of(), BOTH | {TAIL}).dropped.tolist() == [False] * 8 + [True] * 3
+    plain, _ = stage_of()
+    assert not plain(call_of(), BOTH | {TAIL}).tail
+    with pytest.raises(TypeError, match=r"sparse\.tail"):
+        SparseConfig(tail="yes")
 
 
 def test_the_floor():

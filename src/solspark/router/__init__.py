@@ -11,6 +11,7 @@ unfollow(), undo()
 from solspark.router.backend import (
     BLOCK_MASK,
     MASKED_BLOCK,
+    TAIL,
     Backend,
     Constraints,
     Platform,
@@ -32,6 +33,7 @@ from solspark.router.stage import SparseStage
 __all__ = [
     "BLOCK_MASK",
     "MASKED_BLOCK",
+    "TAIL",
     "Backend",
     "Constraints",
     "Entry",

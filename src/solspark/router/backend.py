@@ -18,6 +18,9 @@ BLOCK_MASK = "block_mask"
 """Capability: the backend can consume a selection of tiles."""
 MASKED_BLOCK = "masked_block"
 """Capability: the backend can consume a selection and a token mask in one call."""
+TAIL = "tail"
+"""Capability: the backend can stand in for each tile that a selection leaves out by its mean key
+and mean value, with the weight of all its keys."""
 
 PLATFORMS = frozenset({"cuda", "rocm", "zluda", "xpu", "cpu", "mps", "directml"})
 
@@ -103,6 +106,7 @@ class Constraints:
         allow_mask, allow_float32, allow_dropout, allow_causal, allow_gqa: accept calls that have
             the thing.
         allow_grad: accept calls that must be differentiable.
+        allow_mask_grad: accept calls whose attn_mask wants a gradient.
         allow_extra: accept keyword arguments beyond those of scaled_dot_product_attention.
         same_device: key and value must live where query lives.
         dtypes: the accepted dtypes of query; key and value must then have the same one.
@@ -132,6 +136,7 @@ class Constraints:
     allow_causal: bool = True
     allow_gqa: bool = True
     allow_grad: bool = True
+    allow_mask_grad: bool = True
     allow_extra: bool = True
     dtypes: frozenset[torch.dtype] = frozenset()
     same_value_dim: bool = False
@@ -183,6 +188,8 @@ class Constraints:
             yield f"{heads} query heads are not a multiple of {key.shape[-3]} key heads"
         if not self.allow_grad and call.grad:
             yield "has no backward and an input requires grad"
+        if not self.allow_mask_grad and call.grad and mask is not None and mask.requires_grad:
+            yield "has no gradient for attn_mask"
         if not self.allow_extra and call.extra:
             yield f"unknown keyword arguments {sorted(call.extra)}"
         if self.key_mask_only and mask is not None and mask.ndim >= 2 and mask.shape[-2] != 1:

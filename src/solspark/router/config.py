@@ -37,6 +37,8 @@ class SparseConfig:
             without case.
         pattern: "adaptive" chooses by content; "radial" keeps a static band of the same density, as
             a control.
+        tail: stand in for the tiles left out by their mean keys and values, where the backend can
+            ("Block-sparse attention"), instead of leaving them out altogether.
         query_tile, key_tile: tokens in a tile of the selection.
         score_chunk_bytes: bound of one float32 score slab.
         require_layout: keep sequences dense that no token layout describes, instead of treating all
@@ -53,6 +55,7 @@ class SparseConfig:
     head_shared: bool = False
     exclude: tuple[str, ...] = ()
     pattern: str = "adaptive"
+    tail: bool = False
     query_tile: int = 128
     key_tile: int = 64
     score_chunk_bytes: int = 256 * 2**20
@@ -84,6 +87,7 @@ class SparseConfig:
                 raise ValueError(
                     f"sparse.{name}: expected 64, 128 or 256, got {getattr(self, name)}"
                 )
+        _checks.check_bool("sparse.tail", self.tail)
         if self.score_chunk_bytes < 1:
             raise ValueError(
                 f"sparse.score_chunk_bytes: expected at least 1, got {self.score_chunk_bytes}"

@@ -123,6 +123,17 @@ class RouteContext:
         finally:
             self.role = before
 
+    @contextmanager
+    def rehearsal(self, role: str | None, layout: TokenLayout | None) -> Iterator[None]:
+        """Take a role inside a generation for a while, real or not; afterwards all is as before."""
+        before = (self.active, self.role, self.layout)
+        self.set_role(role)
+        self.active, self.layout = True, layout
+        try:
+            yield
+        finally:
+            self.active, self.role, self.layout = before
+
     def set_layout(self, layout: TokenLayout | None) -> None:
         """Publish the token layout of the sequences to come, or withdraw it."""
         self.layout = layout

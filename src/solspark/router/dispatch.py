@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,9 +32,11 @@ from solspark.router.chain import ORIGINAL_NAME, RoutePlan, build_plan
 from solspark.router.config import SPARSE_SETTINGS, RouterConfig, default_labels
 from solspark.router.context import RouteContext
 from solspark.router.explain import RouteRecord, call_reasons, router_report
+from solspark.router.layout import TokenLayout
 from solspark.router.sdp_kernels import SdpKernels
 from solspark.router.selector import Selection
 from solspark.router.stage import NO_BACKEND, POLICY_SKIPS, SparseStage, build_stage
+from solspark.router.warmup import warm_up
 
 log = logging.getLogger("solspark.router")
 
@@ -353,6 +355,55 @@ class Router:
             scale=scale,
             **extra,
         )
+
+    def warmup(
+        self,
+        shapes: Iterable[Sequence[int]],
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        key_heads: int | None = None,
+        masked: bool = False,
+        layout: TokenLayout | None = None,
+    ) -> tuple[RouteRecord, ...]:
+        """Run self-attention of each shape dense and at every budget, so that later calls of these
+        shapes find everything compiled.
+
+        Settings, context, observer, telemetry and `last_call` are as before afterwards.
+
+        Args:
+            shapes: (batch, heads, tokens, head_dim) of each query.
+            dtype: of query, key and value.
+            device: where they live; None is the router's own device.
+            key_heads: heads of key and value; None as many as the query's.
+            masked: run everything with a key mask as well.
+            layout: the token layout that calls will have; None for none.
+
+        Returns:
+            What served each run, in order: without and with the mask, dense before sparse.
+
+        Raises:
+            RuntimeError: the router is not installed.
+            ValueError: a shape is not as described.
+        """
+        if not self._installed:
+            raise RuntimeError("router: install it before warmup")
+        place = torch.device(device or self.platform.device or "cpu")
+        before = (self.observer, self._counting, self._last)
+        self.observer, self._counting = None, False
+        try:
+            with torch.no_grad():
+                return warm_up(
+                    self,
+                    shapes,
+                    dtype=dtype,
+                    device=place,
+                    key_heads=key_heads,
+                    masked=masked,
+                    layout=layout,
+                )
+        finally:
+            self.observer, self._counting, self._last = before
 
     def _refuse_if_strict(self, skip: str | None, declined: list[tuple[str, str]]) -> None:
         """Raise in strict mode when something other than a policy kept this call dense."""

@@ -34,6 +34,8 @@ class Selection:
         query_tile: tokens in a query tile.
         key_tile: tokens in a key tile.
         query_tokens, key_tokens: real lengths; the last tiles may be ragged.
+        tail: tiles left out are to be stood in for by their means, those of padding aside.
+        dropped: bool [NK], key tiles that are padding throughout; None without any layout.
     """
 
     keep: Tensor = field(repr=False)
@@ -41,6 +43,8 @@ class Selection:
     key_tile: int
     query_tokens: int
     key_tokens: int
+    tail: bool = False
+    dropped: Tensor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         grid = (
@@ -74,6 +78,13 @@ class Selection:
         return mask.repeat_interleave(self.key_tile // BLOCK, 3)[
             ..., : block_count(self.key_tokens)
         ]
+
+    def dropped_blocks(self) -> Tensor | None:
+        """Return `dropped` on the grid of 64 keys."""
+        if self.dropped is None:
+            return None
+        blocks = self.dropped.repeat_interleave(self.key_tile // BLOCK)
+        return blocks[: block_count(self.key_tokens)]
 
     def block_plan(self, batch: int, heads: int) -> BlockPlan:
         """Return the selection as a plan for `batch` samples of `heads` query heads."""
@@ -111,12 +122,14 @@ class TileGeometry:
         candidates: bool [NQ, NK], may be chosen.
         counts: int64 [NQ, 1], how many of the candidates each row keeps.
         covers_all: every row keeps every candidate, and nothing is dropped.
+        dropped: bool [NK], key tiles of nothing but padding; None without a layout.
     """
 
     must: Tensor
     candidates: Tensor
     counts: Tensor
     covers_all: bool
+    dropped: Tensor | None = None
 
     def density(self) -> float:
         """Return the share of tiles that the adaptive selector keeps on this geometry."""
@@ -183,6 +196,7 @@ def tile_geometry(
         assert isinstance(found, TileGeometry)
         return found
     must = diagonal_tiles(tokens, spec.query_tile, spec.key_tile)
+    drops = None
     if layout is not None:
         pins, drops = tile_pins(layout, spec.query_tile, spec.key_tile)
         must = (must | pins) & ~drops[None, :]
@@ -193,7 +207,13 @@ def tile_geometry(
     available = candidates.sum(1, keepdim=True)
     counts = kept_of(available, spec.budget)
     covers = not dropped and bool((counts >= available).all())
-    geometry = TileGeometry(must.to(device), candidates.to(device), counts.to(device), covers)
+    geometry = TileGeometry(
+        must.to(device),
+        candidates.to(device),
+        counts.to(device),
+        covers,
+        None if drops is None else drops.to(device),
+    )
     if cache is not None:
         cache.put(key, geometry)
     return geometry
@@ -309,7 +329,7 @@ def select_adaptive(
             must, candidates = must & shown, candidates & shown
             counts = kept_of(candidates.sum(-1, keepdim=True), spec.budget)
         keep[:, part] = must | _top_candidates(scores, candidates, counts)
-    return Selection(keep, spec.query_tile, spec.key_tile, tokens, tokens)
+    return Selection(keep, spec.query_tile, spec.key_tile, tokens, tokens, dropped=geometry.dropped)
 
 
 def _top_candidates(scores: Tensor, candidates: Tensor, counts: Tensor) -> Tensor:
@@ -404,4 +424,4 @@ def select_radial(
             cache.put(key, keep)
     if visible is not None:
         keep = (keep.bool() & visible).to(torch.int8)
-    return Selection(keep, spec.query_tile, spec.key_tile, tokens, tokens)
+    return Selection(keep, spec.query_tile, spec.key_tile, tokens, tokens, dropped=geometry.dropped)

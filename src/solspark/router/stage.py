@@ -7,12 +7,14 @@ words a program can compare. Messages that a user should see are logged once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from solspark.router.backend import BLOCK_MASK, MASKED_BLOCK, RouteCall
+from solspark.router.backend import BLOCK_MASK, MASKED_BLOCK, TAIL, RouteCall
 from solspark.router.chain import Entry
 from solspark.router.config import SparseConfig
 from solspark.router.context import RouteContext
@@ -66,6 +68,24 @@ class SparseStage:
     def budget(self) -> float:
         """The budget of the step about to run, one of at most two values of a generation."""
         return self._budget
+
+    @property
+    def budgets(self) -> tuple[float, ...]:
+        """The budgets that the steps of a generation can have: one, or two with a schedule."""
+        config = self.config
+        scheduled = config.schedule_steps > 0 or config.schedule_fraction > 0
+        if not scheduled or config.schedule_bump <= 0:
+            return (config.budget,)
+        return config.budget, min(1.0, config.budget + config.schedule_bump)
+
+    @contextmanager
+    def at(self, budget: float) -> Iterator[None]:
+        """Take a budget for a while, whatever the step."""
+        self._budget = budget
+        try:
+            yield
+        finally:
+            self.refresh()
 
     def refresh(self) -> None:
         """Look up the budget of the context's step; dispatch never reads the step itself."""
@@ -130,6 +150,11 @@ class SparseStage:
         layout = self._layout_for(call.query.shape[2])
         selection = self._select(call, layout)
         self.last_skip = COVERED if selection is None else None
+        if selection is not None and self.config.tail:
+            if TAIL in caps:
+                selection = replace(selection, tail=True)
+            else:
+                self._once("tail", "the serving backend has no summaries for the tiles left out")
         return selection
 
     def _select(self, call: RouteCall, layout: TokenLayout | None) -> Selection | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from solspark.router.backend import BLOCK_MASK, Backend, Constraints, Registry
+from solspark.router.backend import BLOCK_MASK, TAIL, Backend, Constraints, Registry
 from solspark.router.backends.dynamic import prepare_dynamic
 from solspark.router.backends.flex import prepare_flex
 from solspark.router.backends.own import (
@@ -96,6 +96,7 @@ CLOSED_GATES: dict[str, Constraints] = {
         same_device=True,
         dtypes=_FLOAT,
         allow_dropout=False,
+        allow_mask_grad=False,
         whole_groups=True,
         same_value_dim=True,
         allow_extra=False,
@@ -190,7 +191,7 @@ def builtin_registry(*, parity: bool = False) -> Registry:
                 55,
                 prepare_block_sparse,
                 gates["block_sparse"],
-                caps=OWN_CAPS,
+                caps=OWN_CAPS | {TAIL},
                 selection_only=True,
             ),
         ]

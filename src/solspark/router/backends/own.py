@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -103,8 +104,10 @@ def prepare_triton(
 def prepare_block_sparse(
     platform: Platform, original: Callable[..., Tensor], settings: Mapping[str, Any]
 ) -> Callable[..., Tensor]:
-    """Return the BF16 block-sparse attention on a selection's 64 x 64 grid, without a tail."""
+    """Return the BF16 block-sparse attention on a selection's 64 x 64 grid, its tail if asked."""
+    from solspark.methods.sol import mean_summaries
     from solspark.ops.block_sparse_attention import block_sparse_attention
+    from solspark.ops.pool import pool
 
     def block_sparse(
         query: Tensor,
@@ -121,14 +124,25 @@ def prepare_block_sparse(
         if selection is None:
             raise ValueError("selection: block_sparse serves selections only, got None")
         plan = selection.block_plan(query.shape[0], query.shape[1])
+        keys, values = key.transpose(1, 2), value.transpose(1, 2)
+        key_bias = _key_bias(attn_mask, key.shape[-2])
+        summaries = None
+        if selection.tail:
+            summaries = mean_summaries(pool(None, keys, values, key_bias=key_bias))
+            dropped = selection.dropped_blocks()
+            if dropped is not None:
+                # Padding stands for nothing; where no mask says so, only the layout knows.
+                mass = summaries.log_mass.masked_fill(dropped, float("-inf"))
+                summaries = replace(summaries, log_mass=mass)
         out = block_sparse_attention(
             query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
+            keys,
+            values,
             plan,
+            summaries=summaries,
             scale=scale,
-            key_bias=_key_bias(attn_mask, key.shape[-2]),
-            tail="none",
+            key_bias=key_bias,
+            tail="query" if selection.tail else "none",
         )
         assert isinstance(out, Tensor)
         return out.transpose(1, 2)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -312,12 +313,11 @@ class PlanBench:
         return self.trees(plan)
 
 
-def time_shape(name: str, iterations: int) -> list[dict[str, Any]]:
-    """Print and return the figures of one shape."""
-    found: list[dict[str, Any]] = []
+def time_shape(name: str, iterations: int, write: Callable[[dict[str, Any]], None]) -> None:
+    """Print the figures of one shape, and write them as rows."""
 
     def row(stage: str, ms: float, **more: Any) -> None:
-        found.append({"problem": name, "stage": stage, "ms": round(ms, 4), **more})
+        write({"problem": name, "stage": stage, "ms": round(ms, 4), **more})
         print(f"  {stage:<48} {ms:8.3f} ms {more or ''}", flush=True)
 
     bench = PlanBench(SHAPES[name])
@@ -383,7 +383,7 @@ def time_shape(name: str, iterations: int) -> list[dict[str, Any]]:
             total = median_ms(lambda p=own: bench.trees(p), iterations)
         del own
         more = {"variant": variant, "launches": launches}
-        found.append({"problem": name, "stage": "trees", "ms": round(total, 4), **more})
+        write({"problem": name, "stage": "trees", "ms": round(total, 4), **more})
         kinds: Counter[str] = Counter()
         for label, ms in launches.items():
             kinds[label.split()[1]] += ms
@@ -392,7 +392,6 @@ def time_shape(name: str, iterations: int) -> list[dict[str, Any]]:
         if not changes:
             for label, ms in launches.items():
                 print(f"    {label:<36} {ms:8.4f}")
-    return found
 
 
 def main() -> None:
@@ -402,7 +401,7 @@ def main() -> None:
     parser.add_argument("--time-only", action="store_true")
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--workers", type=int, default=12, help="processes that check")
-    parser.add_argument("--json", help="also write the figures here, one JSON object a line")
+    parser.add_argument("--json", help="also append the figures here, one JSON object a line")
     arguments = parser.parse_args()
     import triton
 
@@ -411,10 +410,13 @@ def main() -> None:
     if not arguments.time_only and not check(arguments.workers):
         sys.exit(1)
     if not arguments.check_only:
-        rows = [row for name in SHAPES for row in time_shape(name, arguments.iterations)]
-        if arguments.json:
-            with open(arguments.json, "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+        with open(arguments.json or os.devnull, "a", encoding="utf-8") as file:
+            for name in SHAPES:
+                time_shape(
+                    name,
+                    arguments.iterations,
+                    lambda row: print(json.dumps(row), file=file, flush=True),
+                )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ except ImportError:
 
 import torch
 
-from .bench.command import bench_app
+from .bench.command import bench_app, quality_app
 from .diagnose import Served, environment, estimate, explain
 from .errors import SolsparkError
 from .integrations.capture import capture
@@ -59,6 +59,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(quality_app, name="quality")
 out = Console()
 err = Console(stderr=True)
 

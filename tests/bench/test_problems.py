@@ -37,7 +37,7 @@ def test_tiny_is_ragged_with_rows_outside_complete_blocks_and_a_context():
 
 
 def test_every_gate_problem_has_the_length_of_its_name():
-    for thousands in (2, 4, 8, 16, 32, 64):
+    for thousands in (2, 4, 8, 16, 32, 64, 72):
         assert get_problem(f"gate-{thousands}k").tokens == thousands * 1024
 
 

@@ -307,6 +307,10 @@ def test_solspark_bench_forwards_to_the_harness(capsys):
     assert "h3-10s" in result.output and "comfy-kitchen-sol" in result.output
     failed = typer_testing.CliRunner().invoke(app, ["bench", "--problem", "h4"])
     assert failed.exit_code == 2
+    failed = typer_testing.CliRunner().invoke(app, ["quality", "--problem", "h4"])
+    assert failed.exit_code == 2 and "solspark bench quality: problem" in failed.stderr
+    listed = typer_testing.CliRunner().invoke(app, ["--help"])
+    assert "quality" in listed.output and "bench" in listed.output
     capsys.readouterr()
 
 

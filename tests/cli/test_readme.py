@@ -99,7 +99,8 @@ def test_links_lead_to_files():
 
 def known_options(command: Any, words: list[str]) -> set[str]:
     """Return the options of a command; the harness of `bench` has a parser of its own."""
-    if command.name == "bench":
+    if command.name in ("bench", "quality"):
+        words = words if command.name == "bench" else ["quality", *words]
         return set(re.findall(r"--[a-z][a-z0-9-]*", harness_help(words)))
     return {name for parameter in command.params for name in parameter.opts}
 

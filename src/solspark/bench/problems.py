@@ -133,6 +133,7 @@ PROBLEMS: dict[str, Problem] = {
         _gate("gate-16k", 16, 32, 32),
         _gate("gate-32k", 32, 32, 32),
         _gate("gate-64k", 64, 32, 32),
+        _gate("gate-72k", 72, 32, 32),
         Problem(
             "tiny",
             TokenGrid(9, 10, 14),

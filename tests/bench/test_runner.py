@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from solspark.bench import runner, timing
+from solspark.bench import peers, runner, timing
 from solspark.bench.case import METHODS, Case, Unavailable, method
 from solspark.bench.console import Progress
 from solspark.bench.gate import Verdict
@@ -89,8 +89,8 @@ def test_budgets_and_thresholds_are_alternatives_and_other_options_multiply():
         0.1,
         0.2,
     ]
-    peers = list(expand(METHODS["call", "comfy-kitchen-sol"], settings))
-    assert all("scale" not in item for item in peers) and len(peers) == 3
+    theirs = list(expand(METHODS["call", "comfy-kitchen-sol"], settings))
+    assert all("scale" not in item for item in theirs) and len(theirs) == 3
     assert list(expand(METHODS["call", "dense-cudnn"], settings)) == [{"inputs": "gaussian"}]
 
 
@@ -197,6 +197,14 @@ def test_a_peer_or_a_baseline_that_is_missing_is_named(tmp_path, capsys):
     printed = capsys.readouterr()
     assert "tiny call dense-cudnn heads=1: unavailable: dense-cudnn needs a CUDA" in printed.err
     assert "dense-cudnn" in printed.out
+
+
+def test_peers_come_first_with_the_folders_that_their_wheels_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "compiler.pth").write_text("inside\n")
+    peers.add_peers(tmp_path)
+    assert sys.path[0] == str(tmp_path) and str(tmp_path / "inside") in sys.path
 
 
 def test_a_gate_that_failed_before_fails_the_resumed_run_too(tmp_path, capsys, planted):

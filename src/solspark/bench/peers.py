@@ -8,6 +8,7 @@ fails is a row that says so.
 from __future__ import annotations
 
 import importlib
+import site
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,10 +39,13 @@ def add_peers(folder: Path) -> None:
     Raises:
         ValueError: there is no such folder.
     """
-    site = folder / "site" if (folder / "site").is_dir() else folder
-    if not site.is_dir():
+    inner = folder / "site" if (folder / "site").is_dir() else folder
+    if not inner.is_dir():
         raise ValueError(f"--peers: no folder {folder}")
-    sys.path.insert(0, str(site.resolve()))
+    path = str(inner.resolve())
+    sys.path.insert(0, path)
+    # flash-attn-4's compiler names its folder of packages in a .pth file.
+    site.addsitedir(path)
 
 
 def _import(name: str) -> Any:

@@ -59,7 +59,7 @@ def _save(figure: Any, folder: Path, name: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.{kind}" for kind in FORMATS]
     for path in paths:
-        figure.savefig(path, dpi=140, bbox_inches="tight", metadata=_metadata(path))
+        figure.savefig(path, dpi=100, bbox_inches="tight", metadata=_metadata(path))
     _pyplot().close(figure)
     return paths
 

@@ -282,6 +282,21 @@ def test_strides_and_poison_change_nothing():
 
 
 @pytest.mark.interpreted
+def test_rows_further_apart_than_32_bits_count():
+    apart = 2**30
+    # Addresses only: pages that nobody touches take no memory.
+    buffer = torch.empty(2 * apart + 4096, dtype=torch.float16)
+    views = []
+    for number, x in enumerate(tensors(3, 3, heads=2, kv_heads=2)):
+        view = buffer.as_strided(x.shape, (3 * apart, apart, 32, 1), 512 * number)
+        views.append(view.copy_(x))
+    plain = [x.contiguous() for x in views]
+    for options in ({}, {"matmul": "none"}):
+        out = quantized_attention(*views, impl="triton", **options)
+        assert torch.equal(out, quantized_attention(*plain, impl="triton", **options))
+
+
+@pytest.mark.interpreted
 def test_extreme_values_stay_finite():
     query, key, value = tensors()
     for factor, options in itertools.product((0.0, 1e3), ({}, {"pv": "int8"}, {"matmul": "none"})):

@@ -190,6 +190,56 @@ def test_sampled_rows_of_very_long_calls(tokens, options):
         assert float((out[0, rows, head].float() - want).norm() / want.norm()) < 0.03
 
 
+def test_fewer_keys_than_queries_with_poisoned_memory():
+    query, key, value = tensors(1001, heads=2, dim=64)
+    key, value = key[:, :503].clone(), value[:, :503].clone()
+    poison_free_memory("cuda")
+    out = quantized_attention(query, key, value, impl="triton")
+    want = dense(query, key, value)
+    assert out.isfinite().all()
+    assert float((out.float() - want).norm() / want.norm()) < 0.02
+
+
+@pytest.mark.parametrize("options", [{}, {"pv": "int8"}, {"matmul": "none"}], ids=str)
+def test_values_far_from_zero_do_not_overflow_in_half_precision(options):
+    query, key, value = tensors(32_768, heads=1, dtype=torch.float16)
+    value = value + torch.where(torch.arange(128, device="cuda") % 2 == 0, 200.0, -200.0).half()
+    out = quantized_attention(query, key, value, impl="triton", **options)
+    rows = slice(0, None, 997)
+    want = dense(query[:, rows], key, value)
+    assert out.isfinite().all()
+    assert float((out[:, rows].float() - want).norm() / want.norm()) < 0.02
+
+
+def test_rows_further_apart_than_32_bits_count():
+    apart = 2**30
+    buffer = torch.empty(2 * apart + 4096, dtype=torch.bfloat16, device="cuda")
+    views = []
+    for number, x in enumerate(tensors(3, heads=2, dim=64)):
+        view = buffer.as_strided(x.shape, (3 * apart, apart, 64, 1), 512 * number)
+        views.append(view.copy_(x))
+    grad_out = torch.randn(1, 3, 2, 64, device="cuda").bfloat16()
+    for options in ({}, {"pv": "int8", "granularity": "tile"}, {"matmul": "none"}):
+        plain = [x.contiguous() for x in views]
+
+        def run(*x, options=options):
+            return quantized_attention(*x, impl="triton", **options)
+
+        assert torch.equal(run(*views), run(*plain))
+        leaves = [x.detach().requires_grad_() for x in views]
+        run(*leaves).backward(grad_out)
+        for leaf, want in zip(leaves, gradients(plain, grad_out, run), strict=True):
+            assert torch.equal(leaf.grad, want)
+
+
+def test_more_samples_than_an_axis_of_a_grid_holds():
+    query, key, value = tensors(20, heads=1, dim=16, batch=70_000)
+    mask = torch.ones(70_000, 1, 1, 1, dtype=torch.bool, device="cuda")
+    out = quantized_attention(query, key, value, block_mask=mask, impl="triton")
+    want = dense(query, key, value)
+    assert float((out.float() - want).norm() / want.norm()) < 0.02
+
+
 def test_strided_views_change_no_bit():
     query, key, value = tensors(1000)
     fused = torch.stack([query, key, value], 2)

@@ -53,9 +53,13 @@ def quantize_kernel(
     SHIFT: tl.constexpr,
     ROUND: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    h = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
+    # One dimension: the others hold 65,535 programs at most.
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(tokens, ROWS)
+    tile = pid % tiles
+    bh = pid // tiles
+    h = bh % heads
+    b = (bh // heads).to(tl.int64)
     offs_t = tile * ROWS + tl.arange(0, ROWS)
     offs_d = tl.arange(0, DP)
     live = offs_t < tokens
@@ -109,9 +113,11 @@ def mean_kernel(
     DP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    share = tl.program_id(0)
-    h = tl.program_id(1)
-    b = tl.program_id(2).to(tl.int64)
+    pid = tl.program_id(0)
+    share = pid % shares
+    bh = pid // shares
+    h = bh % heads
+    b = (bh // heads).to(tl.int64)
     offs_d = tl.arange(0, DP)
     total = tl.zeros([ROWS, DP], dtype=tl.float32)
     first = share * share_tokens
@@ -136,7 +142,7 @@ def launch_mean(x: Tensor) -> Tensor:
     share_tokens = BLOCK * max(1, block_count(tokens) // 64)
     shares = -(-tokens // share_tokens)
     parts = torch.empty(batch, heads, shares, dim, device=x.device, dtype=torch.float32)
-    mean_kernel[(shares, heads, batch)](
+    mean_kernel[(shares * heads * batch,)](
         x,
         parts,
         tokens,
@@ -176,7 +182,7 @@ def launch_quantize(
     values = torch.empty(batch, tokens, heads, padded, device=x.device, dtype=STORAGE[dtype])
     scale_stride = -(-scale_count // 16) * 16 if tile else block_count(tokens) * BLOCK
     scales = torch.empty(batch, heads, scale_stride, device=x.device, dtype=torch.float32)
-    quantize_kernel[(block_count(tokens), heads, batch)](
+    quantize_kernel[(block_count(tokens) * heads * batch,)](
         x,
         values,
         scales,

@@ -297,11 +297,16 @@ def test_compiles(record_launches, compile_launch, target: str, monkeypatch):
             (torch.ones(128), torch.ones(128)),
             key_center=torch.zeros(2, 128),
             value_scale=torch.ones(2, 128),
+            rotate=True,
+            balance=torch.ones(2, 128),
             impl="triton",
         )
 
-    # With norm and RoPE a kernel does all that it does without them, and more.
-    for launch in (*seen.values(), *record_launches(produce)):
+    produced = {launch.kernel.__name__: launch for launch in record_launches(produce)}
+    assert set(produced) == {"energy_kernel", "quantise_kernel"}
+    if target != "sm_90":
+        del seen["quantise_kernel"]  # with norm, RoPE and a rotation it does all that and more
+    for launch in (*seen.values(), *produced.values()):
         compiled = compile_launch(launch, target)
         if target == "sm_90" and launch.kernel.__name__ == "sol_int8_kernel":
             # Scores run on the tensor cores in integers, values in float16.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from solspark import _checks
 from solspark.ops import _dispatch, _triton
+from solspark.ops.quantize import rotation_matrix
 from solspark.reference.qkv_producer import (
     POOLED_FLOOR,
     SCALE_FLOOR,
@@ -278,8 +279,11 @@ class _Carriers:
         key_center: Tensor,
         value_scale: Tensor,
         norm: Norm | None,
+        statistics: bool = False,
     ) -> None:
-        """Fill in the integers of some rows, and the block sums of Q."""
+        """Fill in the integers of some rows and the block sums of Q; `statistics`: harvest them."""
+        if statistics:
+            self.harvest(sample, first, rows[1], rows[2], norm)
         if norm is not None:
             rows = norm.query(rows[0], first), norm.key(rows[1], first), rows[2]
         query, key, value = (self._rows(x, first) for x in rows)
@@ -344,6 +348,13 @@ class _Carriers:
         )
 
 
+def rotation_terms(given: torch.dtype, balanced: bool) -> tuple[torch.dtype, int]:
+    """Return the type of a rotation's product, and how many terms of it hold a row."""
+    if balanced or given == torch.float32:
+        return torch.bfloat16, 3
+    return given, 1
+
+
 class _TritonCarriers(_Carriers):
     """Operands filled by kernels, each run of rows in one launch."""
 
@@ -365,10 +376,32 @@ class _TritonCarriers(_Carriers):
             self.key_sums[sample],
             self.value_sums[sample],
             first // BLOCK,
-            self._norm_of(norm, first),
+            self._norm_of(norm, first, len(key)),
         )
+        self._raise_peak(sample, peaks)
+
+    def _raise_peak(self, sample: int, peaks: Tensor) -> None:
+        """Take the largest values of V of some blocks, [H, M / 64, D]."""
         peak = self.value_peak[sample]
         torch.maximum(peak, peaks.amax(1), out=peak)
+
+    def measure(
+        self, sample: int, first: int, query: Tensor, key: Tensor, norm: Norm | None
+    ) -> None:
+        """Take the block sums of the squares of Q and K."""
+        from solspark.kernels.qkv_producer import launch_energy
+
+        if self.squares is None:
+            self.squares = torch.empty_like(self.query_sums), torch.empty_like(self.key_sums)
+        for sums, rows in zip(self.squares, (query, key), strict=True):
+            launch_energy(
+                _checks.last_dim_contiguous(rows),
+                self.lengths,
+                sums[sample],
+                first // BLOCK,
+                self._norm_of(norm, first, len(rows)),
+                query=rows is query,
+            )
 
     def quantise(
         self,
@@ -378,26 +411,41 @@ class _TritonCarriers(_Carriers):
         key_center: Tensor,
         value_scale: Tensor,
         norm: Norm | None,
+        statistics: bool = False,
     ) -> None:
-        """Fill in the integers of some rows, and the block sums of Q."""
+        """Fill in the integers of some rows and the block sums of Q; `statistics`: harvest them."""
         from solspark.kernels.qkv_producer import launch_quantise
 
         query, key, value = (_checks.last_dim_contiguous(item) for item in rows)
-        launch_quantise(
+        factor = matrix = None
+        if self.factor is not None:
+            factor = self.factor[sample].contiguous()
+            key_center = key_center / factor
+        given = torch.bfloat16 if norm is not None else query.dtype
+        kind, parts = rotation_terms(given, factor is not None)
+        if self.rotate:
+            matrix = rotation_matrix(query.shape[-1], 1, kind, query.device)
+        peaks = launch_quantise(
             (query, key, value),
             self.lengths,
-            key_center.contiguous(),
+            basis(key_center, self.rotate).contiguous(),
             value_scale.contiguous(),
             (self.query[sample], self.query_scale[sample]),
             (self.key[sample], self.key_scale[sample]),
             self.value[sample],
             self.query_sums[sample],
+            (self.key_sums[sample], self.value_sums[sample]) if statistics else None,
             first // BLOCK,
-            self._norm_of(norm, first),
+            self._norm_of(norm, first, len(query)),
+            factor=factor,
+            matrix=matrix,
+            parts=parts,
         )
+        if peaks is not None:
+            self._raise_peak(sample, peaks)
 
-    def _norm_of(self, norm: Norm | None, first: int) -> Any:
-        """Return what the kernels need to know of norm and RoPE."""
+    def _norm_of(self, norm: Norm | None, first: int, rows: int) -> Any:
+        """Return what the kernels need to know of norm and RoPE, for some rows."""
         from solspark.kernels.qkv_producer import Norm as KernelNorm
 
         if norm is None:
@@ -405,7 +453,11 @@ class _TritonCarriers(_Carriers):
         query_weight, key_weight = (
             weight.to(torch.bfloat16).contiguous() for weight in norm.weights
         )
-        return KernelNorm(query_weight, key_weight, norm.freqs[first:].contiguous(), norm.eps)
+        freqs = norm.freqs[first : first + rows].float()
+        own, cross = (
+            torch.cat([freqs[..., 0, i], freqs[..., 1, 1 - i]], -1).contiguous() for i in (0, 1)
+        )
+        return KernelNorm(query_weight, key_weight, own, cross, norm.eps)
 
 
 class _Producer:
@@ -481,15 +533,13 @@ class _Producer:
             scale = (carriers.value_peak[0] / 127.0 * VALUE_MARGIN).clamp_min(SCALE_FLOOR)
             return center, scale, *(() if balance is False else carriers.measured_factor())
 
-        def harvest(first: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-            carriers.harvest(0, first, key, value, norm)
-            if balance is not False:
-                carriers.measure(0, first, query, key, norm)
-
         known = key_center is None or value_scale is None or balance is True
         if known:
             for first, fused in _walk(chunks(), tokens, heads, head_dim, step, freqs.device):
-                harvest(first, *fused.unbind(1))
+                query, key, value = fused.unbind(1)
+                carriers.harvest(0, first, key, value, norm)
+                if balance is not False:
+                    carriers.measure(0, first, query, key, norm)
             key_center, value_scale, *factor = measured()
         else:
             assert key_center is not None and value_scale is not None
@@ -500,9 +550,11 @@ class _Producer:
             carriers.factor = factor[0][None]
         for first, fused in _walk(chunks(), tokens, heads, head_dim, step, freqs.device):
             query, key, value = fused.unbind(1)
-            if not known:
-                harvest(first, query, key, value)
-            carriers.quantise(0, first, (query, key, value), key_center, value_scale, norm)
+            if balance is not False and not known:
+                carriers.measure(0, first, query, key, norm)
+            carriers.quantise(
+                0, first, (query, key, value), key_center, value_scale, norm, not known
+            )
         following = measured()
         return carriers.finish(key_center[None], value_scale[None], key_bias), *following
 
@@ -572,12 +624,7 @@ def _reasons(call: AttentionCall) -> list[str]:
 
 
 def _triton_reasons(call: AttentionCall) -> list[str]:
-    found = _triton.obstacles(call, head_dims=(128,))
-    if "rotated" in call.variant:
-        found.append("it does not rotate")
-    if "balanced" in call.variant:
-        found.append("it does not balance channels")
-    return found
+    return _triton.obstacles(call, head_dims=(128,))
 
 
 _dispatch.register("qkv_producer", "eager", _reasons, _Producer(_Carriers))

@@ -149,7 +149,7 @@ def _run_triton(
         shift = torch.nn.functional.pad(mean, (0, padded - head_dim))
         shift = (reference.rotate(shift, size) if hadamard else shift).contiguous()
     if hadamard:
-        rotation = _rotation(size, padded // size, x.dtype, x.device)
+        rotation = rotation_matrix(size, padded // size, x.dtype, x.device)
     return launch_quantize(
         x,
         dtype=dtype,
@@ -161,7 +161,7 @@ def _run_triton(
 
 
 @functools.lru_cache(maxsize=32)
-def _rotation(size: int, groups: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def rotation_matrix(size: int, groups: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the block-diagonal +-1 matrix; kept, because a captured graph cannot copy it over."""
     return torch.block_diag(*[reference.hadamard(size)] * groups).to(device, dtype)
 

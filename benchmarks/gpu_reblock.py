@@ -72,7 +72,7 @@ SMALL: list[tuple[TokenGrid, dict[str, Any]]] = [
 VARIANTS: dict[str, dict[tuple[Any, str], Any]] = {
     "as set": {},
     "fit: 2 warps": {(tree_fit, "WARPS"): {**tree_fit.WARPS, 32: 2}, (tree_fit, "REGISTERS"): {}},
-    "fit: 128 registers": {(tree_fit, "REGISTERS"): {32: 128}},
+    "fit: 168 registers": {(tree_fit, "REGISTERS"): {32: 168}},
     "fit: level 1 by depths": {(kernels, "SPREAD_BELOW"): 4096},
     "score: no pipeline": {(tree_score, "STAGES"): 1},
     "score: 4 tiles": {(tree_score, "TILES"): 4},

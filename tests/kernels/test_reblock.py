@@ -208,6 +208,8 @@ TYPES = {
     "count_ptr": "*i32",
     "slot_ptr": "*i8",
     **dict.fromkeys(("square_ptr", "gain_ptr", "offset_ptr", "score_ptr"), "*fp32"),
+    "place_ptr": "*i64",
+    "share_ptr": "*fp64",
     "x_ptr": "*bf16",
     "centre_ptr": "*bf16",
     "direction_ptr": "*fp16",

@@ -8,7 +8,8 @@ is a hole. One program = one (tree, node) and a run of its splits: with all of t
 the weights of a split are read back by its children; at the root, where nodes are few, one launch a
 depth spreads them over the device. Between the updates everything stays in the K x K Gram matrix
 (float32; operands of the feature type are exact on the tensor cores). The final centres are summed
-in float64, D_STEP channels at a time, so that directions are the reference's up to its last bits.
+in float64, so that directions are the reference's up to its last bits: landmark by landmark, each
+thread its own channels, so that no sum crosses threads.
 
 Each program reads K feature rows (again for every split, from the cache), and writes S directions
 and 2 S rows of weights.
@@ -22,48 +23,58 @@ import triton.language as tl
 from torch import Tensor
 
 SMALLEST_NORM = tl.constexpr(1e-12)
-D_STEP = tl.constexpr(16)
+UNROLL = tl.constexpr(4)
+"""Landmarks whose rows are fetched together."""
 
 
 @triton.jit
 def load_landmarks(
-    x_ptr, centre_ptr, square_ptr, gain_ptr, order_ptr, size, count, sxt: tl.int64,
-    K: tl.constexpr, D: tl.constexpr, MEANS: tl.constexpr, GAINED: tl.constexpr,
+    square_ptr, gain_ptr, order_ptr, size, count,
+    K: tl.constexpr, MEANS: tl.constexpr, GAINED: tl.constexpr,
 ):
-    """Return the addresses of the centres [K], which are live, their gains and interval lengths.
+    """Return the rows of the landmarks [K], which are live, their gains and interval lengths.
 
-    The pointers stand at the tree (x, square, gain), at the node (order) or at its centres.
+    The pointers stand at the tree (square, gain) and at the node (order).
     """
     i = tl.arange(0, K)
     live = i < count
     start = i * size // count
     length = tl.where(live, (i + 1) * size // count - start, 0)
     gain = tl.where(live, 1.0, 0.0)
-    if MEANS:
-        rows = centre_ptr + i * D
-    else:
-        token = tl.load(order_ptr + start + length // 2, mask=live, other=0).to(tl.int64)
-        rows = x_ptr + token * sxt
+    row = i
+    if not MEANS:
+        row = tl.load(order_ptr + start + length // 2, mask=live, other=0)
         # A token without a finite norm says nothing about directions.
-        live = live & (tl.load(square_ptr + token, mask=live, other=0.0) < float("inf"))
+        live = live & (tl.load(square_ptr + row, mask=live, other=0.0) < float("inf"))
         if GAINED:
-            gain = tl.load(gain_ptr + token, mask=live, other=0.0)
+            gain = tl.load(gain_ptr + row, mask=live, other=0.0)
         gain = tl.where(live, gain, 0.0)
-    return rows, live, gain, length
+    return row, live, gain, length
+
+
+@triton.jit
+def wide_row(x_ptr, place, D: tl.constexpr):
+    """Return a row in float64; zero for a place of -1."""
+    offs_d = tl.arange(0, D)
+    x = tl.load(x_ptr + place + offs_d, mask=offs_d < tl.where(place >= 0, D, 0), other=0.0)
+    return x.to(tl.float64)
 
 
 @triton.jit
 def fit_splits(
-    rows, live, gain, length, weight_ptr, split_ptr, direction_ptr, offset_ptr, first, last,
+    x_ptr, sxt, row, live, gain, length, weight_ptr, place_ptr, share_ptr, split_ptr,
+    direction_ptr, offset_ptr, first, last,
     K: tl.constexpr, D: tl.constexpr, ITERATIONS: tl.constexpr,
     ENDPOINTS: tl.constexpr, EUCLIDEAN: tl.constexpr,
 ):
-    """Fit splits first .. last - 1 of one node; the pointers stand at the node."""
+    """Fit splits first .. last - 1 of one node; the pointers stand at the node, x at the tree."""
     i = tl.arange(0, K)
-    part = tl.arange(0, D // D_STEP)
-    offs_part = part[:, None] * D_STEP + tl.arange(0, D_STEP)[None, :]
     offs_d = tl.arange(0, D)
+    place = row.to(tl.int64) * sxt
+    rows = x_ptr + place
     c = tl.load(rows[:, None] + offs_d[None, :], mask=live[:, None], other=0.0)
+    # Where each row is, for the sums below.
+    tl.store(place_ptr + i, tl.where(live, place, -1))
     gram = tl.dot(c, tl.trans(c), input_precision="ieee")
     square = tl.sum(tl.where(i[:, None] == i[None, :], gram, 0.0), axis=0)
     if EUCLIDEAN:
@@ -80,7 +91,7 @@ def fit_splits(
         smallest = SMALLEST_NORM / top
     if first == 0:
         tl.store(weight_ptr + i, length)
-        tl.debug_barrier()
+    tl.debug_barrier()
 
     for split in range(first, last):
         size = tl.load(split_ptr + split * 3 + 1)
@@ -135,34 +146,38 @@ def fit_splits(
             tl.store(weight_ptr + (2 * split + 1) * K + i, lw)
             tl.store(weight_ptr + (2 * split + 2) * K + i, w - lw)
 
-            # The two centres, summed in float64 a few channels at a time, and their direction.
+            # The two centres in float64, and their direction.
+            share = share_ptr + split * (2 * K)
+            tl.store(share + i, lw.to(tl.float64) * gain)
+            tl.store(share + K + i, (w - lw).to(tl.float64) * gain)
+            tl.debug_barrier()
             if ITERATIONS > 0:
-                exact_l = lw.to(tl.float64) * gain / capacity
-                exact_r = (w - lw).to(tl.float64) * gain / (size - capacity)
+                centre_l = tl.zeros([D], dtype=tl.float64)
+                centre_r = tl.zeros([D], dtype=tl.float64)
+                for k in tl.range(0, K, loop_unroll_factor=UNROLL):
+                    x = wide_row(x_ptr, tl.load(place_ptr + k), D)
+                    centre_l += x * tl.load(share + k)
+                    centre_r += x * tl.load(share + K + k)
+                one = tl.full([], 1.0, dtype=tl.float64)
+                centre_l = centre_l * (one / capacity)
+                centre_r = centre_r * (one / (size - capacity))
             else:
-                exact_l = part_l.to(tl.float64) * gain
-                exact_r = part_r.to(tl.float64) * gain
-            centre_l = tl.zeros([D // D_STEP, D_STEP], dtype=tl.float64)
-            centre_r = tl.zeros([D // D_STEP, D_STEP], dtype=tl.float64)
-            for step in range(D // D_STEP):
-                columns = step * D_STEP + tl.arange(0, D_STEP)
-                some = tl.load(rows[:, None] + columns[None, :], mask=live[:, None], other=0.0)
-                wide = some.to(tl.float64)
-                here = part[:, None] == step
-                sum_l = tl.sum(wide * exact_l[:, None], axis=0)
-                sum_r = tl.sum(wide * exact_r[:, None], axis=0)
-                centre_l = tl.where(here, sum_l[None, :], centre_l)
-                centre_r = tl.where(here, sum_r[None, :], centre_r)
-            square_l = tl.sum(tl.sum(centre_l * centre_l, axis=1), axis=0)
-            square_r = tl.sum(tl.sum(centre_r * centre_r, axis=1), axis=0)
+                # The seeds themselves; only their gains may scale them.
+                only = tl.where(i == seed_l, gain, 0.0)
+                centre_l = wide_row(x_ptr, tl.load(place_ptr + seed_l), D) * tl.sum(only, axis=0)
+                only = tl.where(i == seed_r, gain, 0.0)
+                centre_r = wide_row(x_ptr, tl.load(place_ptr + seed_r), D) * tl.sum(only, axis=0)
+            square_l = tl.sum(centre_l * centre_l, axis=0)
+            square_r = tl.sum(centre_r * centre_r, axis=0)
             if EUCLIDEAN:
                 direction = centre_r - centre_l
                 tl.store(offset_ptr + split, (square_l - square_r).to(tl.float32))
             else:
-                direction = centre_r / tl.maximum(tl.sqrt(square_r), SMALLEST_NORM)
-                direction -= centre_l / tl.maximum(tl.sqrt(square_l), SMALLEST_NORM)
+                one = tl.full([], 1.0, dtype=tl.float64)
+                direction = centre_r * (one / tl.maximum(tl.sqrt(square_r), SMALLEST_NORM))
+                direction -= centre_l * (one / tl.maximum(tl.sqrt(square_l), SMALLEST_NORM))
             direction = direction.to(tl.float32).to(direction_ptr.dtype.element_ty)
-            tl.store(direction_ptr + split * D + offs_part, direction)
+            tl.store(direction_ptr + split * D + offs_d, direction)
         else:
             # A hole is scored with the others, so it needs some direction.
             nothing = tl.zeros([D], dtype=tl.float32).to(direction_ptr.dtype.element_ty)
@@ -175,7 +190,7 @@ def fit_splits(
 @triton.jit(do_not_specialize=["nodes", "slots", "tokens", "wanted", "first", "splits_each"])
 def fit_kernel(
     x_ptr, centre_ptr, square_ptr, gain_ptr, order_ptr, node_ptr, split_ptr,
-    weight_ptr, direction_ptr, offset_ptr,
+    weight_ptr, place_ptr, share_ptr, direction_ptr, offset_ptr,
     nodes, slots, tokens, wanted, first, splits_each,
     sor: tl.int64, sxr: tl.int64, sxt: tl.int64,
     K: tl.constexpr, D: tl.constexpr, ITERATIONS: tl.constexpr,
@@ -187,14 +202,19 @@ def fit_kernel(
     start = tl.load(node_ptr + node * 2)
     size = tl.load(node_ptr + node * 2 + 1)
     count = tl.minimum(size, wanted)
-    rows, live, gain, length = load_landmarks(
-        x_ptr + tree * sxr, centre_ptr + pid * K * D, square_ptr + tree * tokens,
-        gain_ptr + tree * tokens, order_ptr + tree * sor + start, size, count, sxt,
-        K, D, MEANS, GAINED,
+    row, live, gain, length = load_landmarks(
+        square_ptr + tree * tokens, gain_ptr + tree * tokens, order_ptr + tree * sor + start,
+        size, count, K, MEANS, GAINED,
     )
+    if MEANS:
+        x_ptr = centre_ptr + pid * K * D
+        sxt = tl.full([], D, dtype=tl.int64)
+    else:
+        x_ptr += tree * sxr
     begin = first + tl.program_id(1) * splits_each
     fit_splits(
-        rows, live, gain, length, weight_ptr + pid * slots * (2 * K), split_ptr + node * slots * 3,
+        x_ptr, sxt, row, live, gain, length, weight_ptr + pid * slots * (2 * K),
+        place_ptr + pid * K, share_ptr + pid * slots * (2 * K), split_ptr + node * slots * 3,
         direction_ptr + pid * slots * D, offset_ptr + pid * slots, begin, begin + splits_each,
         K, D, ITERATIONS, ENDPOINTS, EUCLIDEAN,
     )
@@ -239,12 +259,11 @@ def landmark_means_kernel(
 WARPS = {32: 1, 64: 2, 128: 16}
 """Warps by landmarks. The work of a node is a chain of short steps on K x K matrices, so what
 counts is how many nodes an SM has in flight and what each of them issues: at 32 landmarks one warp
-holds a matrix in 32 registers a thread, needs no barrier, and issues 2,660 instructions where two
-warps issue 2 x 2,990; at 64 landmarks two warps leave room for four nodes an SM, four for two."""
+holds a matrix in 32 registers a thread and needs no barrier; at 64 landmarks two warps leave room
+for four nodes an SM, four for two."""
 
-REGISTERS = {32: 168}
-"""Bound on the registers of a thread: 12 nodes an SM at 32 landmarks, still without a spill (left
-alone the compiler takes 210: nine of them)."""
+REGISTERS = {32: 128}
+"""Bound on the registers of a thread: 16 nodes an SM at 32 landmarks, still without a spill."""
 
 
 def given(tensor: Tensor | None, other: Tensor) -> Tensor:
@@ -296,12 +315,14 @@ def launch_tree_fit(
     directions = torch.empty(*shape, dim, dtype=direction_dtype, device=x.device)
     offsets = torch.empty(shape, device=x.device) if euclidean else None
     weights = torch.empty(pairs, 2 * slots, k, dtype=torch.int32, device=x.device)
+    places = torch.empty(pairs, k, dtype=torch.int64, device=x.device)
+    shares = torch.empty(pairs, slots, 2, k, dtype=torch.float64, device=x.device)
     depths = [(2**d - 1, 2**d, 1) for d in range(slots.bit_length() - 1)]
     limit = {"maxnreg": REGISTERS[k]} if k in REGISTERS and torch.version.hip is None else {}
     for first, programs, each in depths if spread else [(0, 1, slots - 1)]:
         fit_kernel[(pairs, programs)](
             x, given(centres, x), squares, given(gain, squares), order, nodes, splits,
-            weights, directions, given(offsets, squares),
+            weights, places, shares, directions, given(offsets, squares),
             count, slots, tokens, landmarks, first, each,
             order.stride(0), x.stride(0), x.stride(1),
             K=k, D=dim, ITERATIONS=iterations, ENDPOINTS=endpoints, EUCLIDEAN=euclidean,

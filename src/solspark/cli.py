@@ -103,9 +103,11 @@ def _clip_options(
     height: Annotated[int | None, typer.Option(help="Pixels, a multiple of 32.")] = None,
     width: Annotated[int | None, typer.Option(help="Pixels, a multiple of 32.")] = None,
     frames: Annotated[
-        int | None, typer.Option(help="At 24 a second; rounded up to 17 n + 5, 5 to 15 s.")
+        int | None, typer.Option(help="At 24 a second, 108 to 345; rounded up to 17 n + 5.")
     ] = None,
-    seconds: Annotated[float | None, typer.Option(help="In place of --frames.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="In place of --frames, 4.5 to 14.375.")
+    ] = None,
     steps: Annotated[
         int | None,
         typer.Option(help="Transformer evaluations (grid points less one): 19; 5 for tiny."),
@@ -492,7 +494,8 @@ def _described_call(
         )
     for name, value in shape.items():
         if type(value) is int and value < 1:
-            raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
+            option = "tokens" if name == "query_tokens" else name
+            raise ValueError(f"{option}: expected an int >= 1, got {value!r}")
     if shape["heads"] % (shape["key_heads"] or shape["heads"]):
         raise ValueError(
             f"key_heads: expected a divisor of {shape['heads']} heads, got {shape['key_heads']}"
@@ -549,12 +552,27 @@ def _plain(served: list[Served]) -> list[dict[str, Any]]:
 
 
 def _print_served(served: list[Served], title: str) -> None:
-    """Print one line an operation, with the reasons of those that cannot serve."""
-    table = Table("operation", "served by", "why not the others", title=title, title_justify="left")
+    """Print what would serve, one row for all operations that fare alike."""
+    alike: dict[Any, list[str]] = {}
     for item in served:
-        why = [f"{name}: {'; '.join(reasons)}" for name, reasons in item.declined]
-        why += [f"{name}: comes after" for name in item.passed_over]
-        table.add_row(item.operation, item.implementation or "nothing", "\n".join(why))
+        fate = (item.implementation, item.passed_over, item.declined)
+        alike.setdefault(fate, []).append(item.operation)
+    rows = [
+        (
+            ", ".join(operations),
+            implementation or "nothing",
+            ", ".join(passed_over),
+            "\n".join(f"{name}: {'; '.join(reasons)}" for name, reasons in declined),
+        )
+        for (implementation, passed_over, declined), operations in alike.items()
+    ]
+    names = ("operations", "served by", "could serve too", "why not the others")
+    columns = [place for place in range(len(names)) if any(row[place] for row in rows)]
+    table = Table(title=title, title_justify="left", show_lines=True)
+    for place in columns:
+        table.add_column(names[place], ratio=1 if place in (0, 3) else None)
+    for row in rows:
+        table.add_row(*(row[place] for place in columns))
     out.print(table)
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("typer", reason="the cli extra is not installed")
 from typer.testing import CliRunner
 
 from solspark import cli
+from solspark.diagnose import Served
 from solspark.integrations.generation import GenerateOptions
 
 runner = CliRunner()
@@ -39,6 +40,21 @@ def test_env_as_json_says_what_serves_here():
     assert served["block_sparse_attention"]["implementation"]
     assert found["call"]["query_tokens"] == 73584
     assert found["call"]["dtype"] == "bfloat16"
+
+
+def test_operations_that_fare_alike_share_a_row(monkeypatch):
+    reasons = (("triton", ("it rests",)),)
+    served = [
+        Served("one", "eager", reasons, ()),
+        Served("two", "triton", (), ("eager",)),
+        Served("three", "eager", reasons, ()),
+    ]
+    monkeypatch.setattr(cli, "explain", lambda call: served)
+    lines = invoke("explain --tokens 64 --device cpu").stdout.splitlines()
+    (shared,) = [line for line in lines if "it rests" in line]
+    assert "one, three" in shared and "eager" in shared
+    (other,) = [line for line in lines if "two" in line]
+    assert [word.strip() for word in other.split("│")[1:-1]] == ["two", "triton", "eager", ""]
 
 
 def test_env_prints_packages_and_operations():
@@ -145,7 +161,7 @@ def test_explain_says_what_int8_does():
         ),
         (
             "generate --method sol --precision int8 --tail block8x8",
-            "solspark generate: precision: 'int8' cannot be combined with sol_tail_granularity=",
+            "solspark generate: precision: 'int8' cannot be combined with tail=",
         ),
         (
             "generate --method dense --precision int8",
@@ -153,7 +169,7 @@ def test_explain_says_what_int8_does():
         ),
         (
             "explain --tokens 0",
-            "solspark explain: query_tokens: expected an int >= 1, got 0",
+            "solspark explain: tokens: expected an int >= 1, got 0",
         ),
         (
             "explain --tokens 64 --dtype int8",
@@ -196,6 +212,22 @@ def test_explain_says_what_int8_does():
             "solspark generate: height, width: expected both or neither, got only height",
         ),
         (
+            "generate --height 96 --width 100",
+            "solspark generate: width: expected a multiple of 32, got 100",
+        ),
+        (
+            "generate --frames 346",
+            "solspark generate: frames: expected 108 to 345, got 346",
+        ),
+        (
+            "generate --seconds 15",
+            "solspark generate: seconds: expected 4.5 to 14.375, got 15.0",
+        ),
+        (
+            "generate --tau nan",
+            "solspark generate: tau: expected a finite number, got nan",
+        ),
+        (
             "generate --frames 124 --seconds 5",
             "solspark generate: seconds: expected None together with frames, got both",
         ),
@@ -209,7 +241,7 @@ def test_explain_says_what_int8_does():
         ),
         (
             "generate --topk-ratio 2",
-            "solspark generate: sol_route_topk_ratio: expected a number in (0, 1], got 2.0",
+            "solspark generate: topk_ratio: expected a number in (0, 1], got 2.0",
         ),
         (
             "generate --warmup-ratio 2",

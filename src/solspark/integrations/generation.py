@@ -35,6 +35,8 @@ TAILS = ("query", "block", "block8x8")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_PROMPT = "a red kite turns slowly over a grey sea while the wind rises"
 FPS = 24
+CLIP_FRAMES = (108, 345)
+"""Frames that a clip may be asked for: H3 rounds up to 17 n + 5 and makes 5 to 15 seconds."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,9 @@ class GenerateOptions:
             which the model reads them.
         height, width: pixels, multiples of 32; None for the model's own canvas, which has the shape
             of the first keyframe if there is one.
-        frames: frames at 24 a second; None for `seconds`, or the model's shortest clip.
-        seconds: length in place of `frames`.
+        frames: frames at 24 a second, 108 to 345, which the model rounds up to 17 n + 5; None for
+            `seconds`, or the model's shortest clip.
+        seconds: length in place of `frames`, 4.5 to 14.375.
         steps: transformer evaluations; None for 5 (tiny) or 19.
         seed: of the noise.
         out: folder for the clips, the contact sheet and the report.
@@ -114,18 +117,30 @@ class GenerateOptions:
                 raise ValueError("compare: expected None with method 'dense', got 'dense'")
         if self.tail is not None:
             _check_choice("tail", self.tail, TAILS)
-        for name, least in (("height", 32), ("width", 32), ("frames", 1), ("steps", 1)):
+        if self.steps is not None and (type(self.steps) is not int or self.steps < 1):
+            raise ValueError(f"steps: expected an int >= 1, got {self.steps!r}")
+        for name in ("height", "width"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < least):
-                raise ValueError(f"{name}: expected an int >= {least}, got {value!r}")
+            if value is not None and (type(value) is not int or value < 32 or value % 32):
+                raise ValueError(f"{name}: expected a multiple of 32, got {value!r}")
         if (self.height is None) != (self.width is None):
             given = "height" if self.width is None else "width"
             raise ValueError(f"height, width: expected both or neither, got only {given}")
         if self.seconds is not None:
             if self.frames is not None:
                 raise ValueError("seconds: expected None together with frames, got both")
-            if not (math.isfinite(self.seconds) and self.seconds > 0):
-                raise ValueError(f"seconds: expected a positive number, got {self.seconds!r}")
+            shortest, longest = (frames / FPS for frames in CLIP_FRAMES)
+            if not shortest <= self.seconds <= longest:
+                raise ValueError(
+                    f"seconds: expected {shortest:g} to {longest:g}, got {self.seconds!r}"
+                )
+        if self.frames is not None and (
+            type(self.frames) is not int or not CLIP_FRAMES[0] <= self.frames <= CLIP_FRAMES[1]
+        ):
+            shortest, longest = CLIP_FRAMES
+            raise ValueError(f"frames: expected {shortest} to {longest}, got {self.frames!r}")
+        if self.topk_ratio is not None and not 0 < self.topk_ratio <= 1:
+            raise ValueError(f"topk_ratio: expected a number in (0, 1], got {self.topk_ratio!r}")
         if self.warmup_ratio is not None and self.warmup_steps is not None:
             raise ValueError("warmup_steps: expected None together with warmup_ratio, got both")
         if self.method == "dense":
@@ -264,13 +279,17 @@ def _sparse_arm(options: GenerateOptions) -> Arm:
             "INT8 does not have, got 'int8'"
         )
     keywords = options.method_options()
-    for name, public in (
-        ("tau", "sol_tau"),
-        ("tail", "sol_tail_granularity"),
-        ("topk_ratio", "sol_route_topk_ratio"),
-    ):
-        if name in keywords:
-            keywords[public] = keywords.pop(name)
+    renamed = {
+        name: public
+        for name, public in (
+            ("tau", "sol_tau"),
+            ("tail", "sol_tail_granularity"),
+            ("topk_ratio", "sol_route_topk_ratio"),
+        )
+        if name in keywords
+    }
+    for name, public in renamed.items():
+        keywords[public] = keywords.pop(name)
     if spark and options.tau is not None and options.topk_ratio is None:
         # Spark routes by a budget unless told otherwise; asking for a threshold says otherwise.
         keywords.setdefault("sol_route_topk_ratio", None)
@@ -282,7 +301,14 @@ def _sparse_arm(options: GenerateOptions) -> Arm:
         config = configure(num_denoise_steps=evaluations, **keywords)
         return install_h3_sparse_attention(transformer, config)
 
-    configure(**keywords)
+    try:
+        configure(**keywords)
+    except ValueError as error:
+        # The installer says its own names; a user of the command knows ours.
+        words = str(error)
+        for name, public in renamed.items():
+            words = words.replace(public, name)
+        raise ValueError(words) from error
     return Arm(options.method, install)
 
 

@@ -107,11 +107,14 @@ def _read_reference(package: Any, path: str) -> Any:
     """Read one reference; `package` is diffusers' H3 package, which has a class for each kind."""
     kind = reference_kind(path)
     if kind == "image":
-        return package.MiniMaxH3ImageReference(image=_read_image("reference", path))
+        image = _read_image("reference", path)
+        _check_shape(path, *image.size)
+        return package.MiniMaxH3ImageReference(image=image)
     sound = _read_sound(path)
     if kind == "video":
         rate = None if sound is None else AUDIO_RATE
         frames = _read_frames(path)
+        _check_shape(path, frames.shape[2], frames.shape[1])
         return package.MiniMaxH3VideoReference(
             frames=frames, fps=float(FPS), audio=sound, sample_rate=rate
         )
@@ -189,6 +192,14 @@ def _decode(path: str, output: list[str]) -> tuple[bytes, str]:
     first = done.stderr.decode(errors="replace").strip().partition("\n")[0]
     # Without the part of ffmpeg that speaks: "[in#0 @ 0x55f1a2e77080] ".
     return done.stdout, first.rpartition("] ")[2] or "nothing to decode"
+
+
+def _check_shape(path: str, width: int, height: int) -> None:
+    """Refuse a reference of a shape that the model does not take."""
+    if not height <= 4 * width <= 16 * height:
+        raise ValueError(
+            f"reference: expected a shape from 1:4 to 4:1, got {width} x {height} in {path}"
+        )
 
 
 def _check_file(argument: str, path: str) -> None:

@@ -54,15 +54,29 @@ def require_modular_pipeline() -> Any:
     """Import diffusers' modular H3 package, or say what to install."""
     require_diffusers()
     try:
-        from diffusers.modular_pipelines import minimax_h3
+        with _quiet_transformers():
+            from diffusers.modular_pipelines import minimax_h3
 
-        _ = minimax_h3.MiniMaxH3ModularPipeline
+            _ = minimax_h3.MiniMaxH3ModularPipeline
     except (ImportError, AttributeError) as error:
         raise MissingDependencyError(
             f"the MiniMax-H3 pipeline needs more than diffusers: {INSTALL_HINT}. "
             f"Import said: {error}"
         ) from error
     return minimax_h3
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Import what needs transformers without its word on every image processor of other models."""
+    from transformers.utils import logging
+
+    saved = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(saved)
 
 
 def check_workflow(workflow: str) -> None:

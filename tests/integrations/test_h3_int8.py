@@ -568,7 +568,7 @@ def test_a_model_that_int8_cannot_serve_is_refused_before_anything_changes(
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"precision": "fp4"}, "precision: expected one of native, int8; got 'fp4'"),
+    ({"precision": "fp4"}, "precision: expected one of native, fp8, int8; got 'fp4'"),
     ({"precision": None}, "precision: expected one of"),
     ({"chunk_tokens": 256}, "chunk_tokens: 256 needs precision='int8', got 'native'"),
     ({"int8_token_aug": 64}, "int8_token_aug: 64 needs precision='int8'"),
@@ -635,3 +635,33 @@ def test_the_tail_is_resolved_and_the_config_can_be_replaced() -> None:
     assert config.sol_tail_granularity == "block"
     assert dataclasses.replace(config, sol_tau=2.0).chunk_tokens == 256
     assert install_h3_sol_attn(object()).config.sol_tail_granularity == "query"
+
+
+# -------------------------------------------------------------------------------------------- FP8
+
+
+@pytest.mark.parametrize("preset", ["sol", "spark"])
+def test_fp8_rounds_the_sparse_rows_alone(make_request: Any, preset: str) -> None:
+    transformer = build_tiny_h3_transformer(layers=2)
+    packed = make_request("fl2va", GRID)
+    install = install_h3_sol_attn if preset == "sol" else install_h3_spark_attn
+    options: dict[str, Any] = {"num_denoise_steps": 1, "min_tokens": 0, **SPARSE}
+
+    def forward(**more: Any) -> tuple[Tensor, dict[str, Any]]:
+        with install(transformer, **options, **more) as plugin, torch.no_grad():
+            out = transformer(**packed.inputs(0.4))
+            return out[0] if isinstance(out, tuple) else out.sample, plugin.summary()
+
+    native, _ = forward()
+    fp8, summary = forward(precision="fp8")
+    again, _ = forward(precision="fp8")
+    assert summary["precision"] == "fp8" and summary["int8"] is None
+    assert summary["sol_backend"] == "eager"
+    assert fp8.equal(again)
+    assert 1e-5 < relative(fp8, native) < 0.05
+    exact, _ = forward(sol_route_topk_ratio=1.0)
+    with torch.no_grad():
+        dense = transformer(**packed.inputs(0.4))
+    dense = dense[0] if isinstance(dense, tuple) else dense.sample
+    rounded, _ = forward(sol_route_topk_ratio=1.0, precision="fp8")
+    assert relative(exact, dense) < 1e-5 < relative(rounded, dense) < 0.05

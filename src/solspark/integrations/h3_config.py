@@ -11,6 +11,7 @@ from typing import Any
 
 from ..methods.spark_config import PRESETS, PackedConfig, ReblockConfig
 from ..ops import _dispatch
+from ..ops.block_sparse_attention import PRECISIONS
 from ..ops.sol_int8 import TOKEN_BUDGETS
 from ..types import BLOCK
 
@@ -179,10 +180,11 @@ class H3SparseAttentionConfig:
             option; 16 by default (the standalone `spark_reblock` defaults to 8).
         landmark_tree_v2_*: see `ReblockConfig`, by the names of `REBLOCK_NAMES`.
         rope_sol_key_ridge_epsilon: ridge of the second moments.
-        precision: "native", the model's type, or "int8" for the sparse calls (Sol without
-            reordering, H3's head dim of 128): Q and K with one INT8 scale a token, V with one a
-            channel; context rows are exact, in INT8 as well. Skipped blocks enter once a query
-            block, so that `sol_tail_granularity` is "block" (or "none").
+        precision: "native", the model's type, or of the sparse calls "fp8": e4m3 operands of the
+            sparse rows, on compute capability 9.0 half the bytes and no faster elsewhere; or "int8"
+            (Sol without reordering, H3's head dim of 128): Q and K with one INT8 scale a token, V
+            with one a channel; context rows are exact, in INT8 as well. Skipped blocks enter once a
+            query block, so that `sol_tail_granularity` is "block" (or "none").
         chunk_tokens: with "int8", stream the QKV projection so many rows at a time, a multiple of
             64, instead of holding Q, K and V. The first sparse call of a layer projects twice to
             measure; later ones use the statistics of the call before. None holds them whole.
@@ -364,7 +366,10 @@ class H3SparseAttentionConfig:
         reblock = None
         if self.sol_landmark_preprocess:
             reblock = self._translate(ReblockConfig, REBLOCK_NAMES)
-        packed = self._translate(PackedConfig, ROUTING_NAMES, reblock=reblock)
+        precision = "fp8" if self.precision == "fp8" else "native"
+        packed = self._translate(
+            PackedConfig, ROUTING_NAMES, reblock=reblock, precision=precision
+        )
         if topk_ratio is not None:
             packed = replace(packed, topk_ratio=topk_ratio)
         return packed
@@ -475,7 +480,7 @@ class H3SparseAttentionConfig:
 
     def _check_precision(self) -> None:
         """Check what goes with INT8, and what INT8 does not go with."""
-        _check_choice("precision", self.precision, ("native", "int8"))
+        _check_choice("precision", self.precision, (*PRECISIONS, "int8"))
         for name in ("int8_rotate", "int8_balance"):
             if getattr(self, name) is not None:
                 _check_bool(name, getattr(self, name))
@@ -483,11 +488,12 @@ class H3SparseAttentionConfig:
         if tokens is not None and (type(tokens) is not int or tokens not in TOKEN_BUDGETS):
             words = ", ".join(map(str, TOKEN_BUDGETS))
             raise ValueError(f"int8_token_aug: expected None or one of {words}; got {tokens!r}")
-        if self.precision == "native":
+        if self.precision != "int8":
             for name in ("chunk_tokens", "int8_rotate", "int8_balance", "int8_token_aug"):
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"{name}: {getattr(self, name)!r} needs precision='int8', got 'native'"
+                        f"{name}: {getattr(self, name)!r} needs precision='int8', "
+                        f"got {self.precision!r}"
                     )
             return
         if self.chunk_tokens is not None:

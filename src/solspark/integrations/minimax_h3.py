@@ -388,7 +388,7 @@ def install_h3_sol_attn(
         warmup_mode, warmup_ratio, warmup_steps: the dense prefix.
         dense_layers: leading layers that stay dense; 1 by default.
         min_tokens: shorter sequences stay dense; 0 by default.
-        precision: "native" by default, or "int8" for the sparse calls.
+        precision: "native" by default, or "fp8" or "int8" for the sparse calls.
         chunk_tokens: with INT8, stream the QKV projection so many rows at a time, a multiple of 64,
             and never hold Q, K and V; 4096 is a good size.
         **config_overrides: any other field of `H3SparseAttentionConfig`.

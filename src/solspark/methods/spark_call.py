@@ -225,6 +225,7 @@ class PackedCall:
                 scale=self.scale,
                 tail=config.tail_granularity,
                 kv_splits=config.kv_splits,
+                precision=config.precision,
                 impl=self.impl,
             )
             assert isinstance(result, Tensor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from solspark.ops.block_sparse_attention import PRECISIONS
 from solspark.ops.reweight import check_reweight_options
 from solspark.reference.reblock import ReblockOptions
 
@@ -174,6 +175,7 @@ class PackedConfig:
         exact_block_radius: read |i - j| <= r exactly beside the budget.
         head_budgets: exact blocks of each head, in place of the common t (experiments).
         kv_splits: splits of the key loop (few-block problems).
+        precision: "native", or "fp8" for the sparse rows' operands; see `block_sparse_attention`.
         video_tail_mode: "dense" or "pad": the mixed block's video rows attend densely, or in a
             padded sparse block.
         tail_granularity: "query", "block", "block8x8", or "none" to drop skipped blocks.
@@ -206,6 +208,7 @@ class PackedConfig:
     exact_block_radius: int | None = None
     head_budgets: tuple[int, ...] | None = None
     kv_splits: int = 1
+    precision: str = "native"
     video_tail_mode: str = "dense"
     tail_granularity: str = "query"
     virtual_query_levels_up: int | None = 99
@@ -273,6 +276,7 @@ class PackedConfig:
                 f"force_local_blocks: expected None or a bool, got {self.force_local_blocks!r}"
             )
         _check_integer("kv_splits", self.kv_splits, 1)
+        _check_choice("precision", self.precision, PRECISIONS)
         _check_choice("video_tail_mode", self.video_tail_mode, ("dense", "pad"))
         _check_choice(
             "tail_granularity", self.tail_granularity, ("query", "block", "block8x8", "none")

@@ -17,7 +17,6 @@ from solspark.router.selector import (
     kept_of,
     radial_band,
     tile_geometry,
-    tile_means,
     visible_tiles,
 )
 
@@ -25,22 +24,6 @@ from solspark.router.selector import (
 def tokens_of(length, heads=2, batch=1, dim=16, seed=0, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, heads, length, dim, generator=generator).to(dtype)
-
-
-def test_pooling_averages_real_tokens_only():
-    x = tokens_of(300, heads=3, batch=2)
-    means = tile_means(x, 128)
-    assert means.shape == (2, 3, 3, 16) and means.dtype == torch.float32
-    for tile, (start, end) in enumerate(((0, 128), (128, 256), (256, 300))):
-        want = x[:, :, start:end].double().mean(2)
-        torch.testing.assert_close(means[:, :, tile].double(), want, rtol=0, atol=1e-5)
-    strided = x.transpose(1, 2).contiguous().transpose(1, 2)
-    assert not strided.is_contiguous()
-    torch.testing.assert_close(tile_means(strided, 128), means, rtol=0, atol=1e-6)
-    half = tile_means(x.half(), 128)
-    torch.testing.assert_close(half, means, rtol=0, atol=1e-3)
-    assert tile_means(x[:, :, :40], 128).shape[2] == 1
-    assert tile_means(x[:, :, :256], 128).shape[2] == 2
 
 
 def test_the_diagonal_is_two_key_tiles_a_query_tile():

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from solspark.ops.select_blocks import plan_from_mask
+from solspark.ops.select_tiles import select_tiles, tile_means
 from solspark.router.layout import TokenLayout, tile_pins
 from solspark.types import BLOCK, BlockPlan, block_count
 
@@ -219,26 +220,6 @@ def tile_geometry(
     return geometry
 
 
-def tile_means(x: Tensor, tile: int) -> Tensor:
-    """Return the FP32 mean of each tile of tokens, the ragged last one over its real tokens only.
-
-    Args:
-        x: [B, H, L, D], any strides; no padded copy is made.
-        tile: tokens in a tile.
-
-    Returns:
-        float32 [B, H, ceil(L / tile), D].
-    """
-    full = x.shape[2] // tile
-    parts = []
-    if full:
-        tiles = x[:, :, : full * tile].unflatten(2, (full, tile))
-        parts.append(tiles.mean(3, dtype=torch.float32))
-    if x.shape[2] % tile:
-        parts.append(x[:, :, full * tile :].mean(2, keepdim=True, dtype=torch.float32))
-    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
-
-
 def visible_tiles(attn_mask: Tensor, tokens: int, query_tile: int, key_tile: int) -> Tensor:
     """Return which tiles hold at least one (query, key) pair that a token mask shows.
 
@@ -307,8 +288,8 @@ def select_adaptive(
     geometry = tile_geometry(tokens, spec, layout, query.device, cache)
     if geometry.covers_all and not spec.force:
         return None
-    query_means = tile_means(query, spec.query_tile)
-    key_means = tile_means(key, spec.key_tile)
+    query_means = tile_means(query.transpose(1, 2), tile=spec.query_tile)
+    key_means = tile_means(key.transpose(1, 2), tile=spec.key_tile)
     if spec.head_shared:
         query_means = query_means.mean(1, keepdim=True)
         key_means = key_means.mean(1, keepdim=True)
@@ -323,25 +304,19 @@ def select_adaptive(
     for start in range(0, heads, chunk):
         part = slice(start, min(start + chunk, heads))
         scores = query_means[:, part] @ key_means[:, part].transpose(-1, -2)
-        must, candidates, counts = geometry.must, geometry.candidates, geometry.counts
+        must, candidates, counts = (
+            x[None, None] for x in (geometry.must, geometry.candidates, geometry.counts)
+        )
         if visible is not None:
             shown = visible[:, part] if visible.shape[1] > 1 else visible
             must, candidates = must & shown, candidates & shown
             counts = kept_of(candidates.sum(-1, keepdim=True), spec.budget)
-        keep[:, part] = must | _top_candidates(scores, candidates, counts)
+        found = select_tiles(scores, must, candidates, counts)
+        if found.shape == keep.shape:
+            keep = found
+        else:
+            keep[:, part] = found
     return Selection(keep, spec.query_tile, spec.key_tile, tokens, tokens, dropped=geometry.dropped)
-
-
-def _top_candidates(scores: Tensor, candidates: Tensor, counts: Tensor) -> Tensor:
-    """Return bool like `scores`: the `counts` best candidates of each row, lower tile first among
-    equals.
-
-    Ranks instead of a top-k let each row have its own count without a read on the host.
-    """
-    scores = scores.masked_fill(~candidates, float("-inf"))
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    rank_kept = (torch.arange(scores.shape[-1], device=scores.device) < counts).expand_as(order)
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, rank_kept) & candidates
 
 
 def radial_band(tokens: int, query_tile: int, key_tile: int, target: float) -> Tensor:

@@ -175,6 +175,16 @@ def test_a_lost_device_stops_the_run(tmp_path, capsys, planted):
     assert "the device context is lost" in capsys.readouterr().err
 
 
+def test_an_interrupted_run_says_how_to_resume_it(tmp_path, capsys, planted):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    planted("slow", run=interrupt)
+    arguments = ("--level", "reweight", "--methods", "slow", "--run", "one")
+    assert take(tmp_path, *arguments, code=130) == []
+    assert "interrupted; --run one resumes" in capsys.readouterr().err
+
+
 def test_what_is_absent_is_a_row_that_says_so_and_is_tried_again(tmp_path, capsys, planted):
     @method("reweight", "absent")
     def build(inputs, options):

@@ -109,10 +109,10 @@ def _attend_reweighted(inputs: Inputs, options: dict[str, Any]) -> Case:
     summaries = BlockSummaries(
         keys, values, log_mass, parents.to(torch.int32) if count > 1 else None
     )
-    known = {"impl": options.get("impl")}
+    impl = options.get("impl")
     return Case(
         run=lambda: block_sparse_attention(
-            inputs.query, inputs.key, inputs.value, plan, summaries=summaries, **known
+            inputs.query, inputs.key, inputs.value, plan, summaries=summaries, impl=impl
         ),
         judge=lambda out: gate_output(
             out,

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 
 from solspark.bench.case import methods_of
-from solspark.bench.console import Progress, print_table, table
+from solspark.bench.console import print_table, table
 from solspark.bench.problems import PROBLEMS
-from solspark.bench.session import Session
+from solspark.bench.session import take_rows
 from solspark.bench.settings import (
     LEVELS,
     SUBCOMMANDS,
@@ -63,13 +63,8 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m solspark.b
 
 def run(settings: Settings) -> int:
     """Measure what the settings say, print a table, and return the exit code."""
-    try:
-        with Progress() as progress:
-            session = Session(settings, progress.say, progress.advance)
-            session.say(f"run {settings.run}, commit {settings.commit}, {settings.device}")
-            session.run()
-    except KeyboardInterrupt:
-        print(f"interrupted; --run {settings.run} resumes", file=sys.stderr)
+    session = take_rows(settings)
+    if session is None:
         return 130
     print_table(table(session.rows))
     return 1 if session.failed else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 
 from solspark.bench import rows as rows_module
 from solspark.bench.case import Case, Method, Unavailable
-from solspark.bench.console import label, outcome
+from solspark.bench.console import Progress, label, outcome
 from solspark.bench.gate import Verdict
 from solspark.bench.inputs import PRECISIONS, Inputs, make_inputs
 from solspark.bench.problems import Problem
@@ -237,3 +238,20 @@ class Session:
             else:
                 print(rows_module.to_line(item), flush=True)
             self.say(f"[{self.elapsed:5.0f} s, {self.place}] {label(item)}: {outcome(item)}")
+
+
+def take_rows(settings: Settings, parts: Sequence[Settings] | None = None) -> Session | None:
+    """Take everything that settings ask for, saying how it goes; parts: as `Session.run`.
+
+    Returns:
+        The session; None when it was interrupted, which is said with how to resume it.
+    """
+    try:
+        with Progress() as progress:
+            session = Session(settings, progress.say, progress.advance)
+            session.say(f"run {settings.run}, commit {settings.commit}, {settings.device}")
+            session.run(parts)
+    except KeyboardInterrupt:
+        print(f"interrupted; --run {settings.run} resumes", file=sys.stderr)
+        return None
+    return session

@@ -180,7 +180,7 @@ def generate_command(
         str | None, typer.Option(help="Attention backend of diffusers for dense calls.")
     ] = None,
     precision: Annotated[
-        str | None, typer.Option(help="Of the sparse calls: native, or int8 with --method sol.")
+        str | None, typer.Option(help="Of the sparse calls: native, fp8, or with --method sol int8.")
     ] = None,
     chunk_tokens: Annotated[
         int | None,
@@ -326,7 +326,7 @@ def explain_command(
     lse: Annotated[bool, typer.Option("--lse", help="Return the log-sum-exp.")] = False,
     kv_splits: Annotated[int, typer.Option(help="Splits of the key loop.")] = 1,
     precision: Annotated[
-        str, typer.Option(help="native, or int8, whose tail is taken once a query block.")
+        str, typer.Option(help="native, fp8, or int8, whose tail is taken once a query block.")
     ] = "native",
     chunk_tokens: Annotated[
         int | None, typer.Option(help="With int8: rows of the QKV projection at a time.")
@@ -484,8 +484,8 @@ def _described_call(
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}; got {dtype!r}")
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device: expected auto, cpu or cuda; got {device!r}")
-    if shape["precision"] not in ("native", "int8"):
-        raise ValueError(f"precision: expected native or int8; got {shape['precision']!r}")
+    if shape["precision"] not in ("native", "fp8", "int8"):
+        raise ValueError(f"precision: expected native, fp8 or int8; got {shape['precision']!r}")
     if shape["precision"] == "int8" and shape["tail"] == "query":
         shape["tail"] = "block"
     if shape["tail"] not in ("query", "block", "block8x8", "none"):

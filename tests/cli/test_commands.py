@@ -129,7 +129,7 @@ def test_explain_says_what_int8_does():
     [
         (
             "explain --tokens 64 --precision fp4",
-            "solspark explain: precision: expected native or int8; got 'fp4'",
+            "solspark explain: precision: expected native, fp8 or int8; got 'fp4'",
         ),
         (
             "explain --tokens 64 --chunk-tokens 64",
@@ -149,7 +149,7 @@ def test_explain_says_what_int8_does():
         ),
         (
             "generate --precision int8",
-            "solspark generate: precision: expected None or 'native' with method 'spark'",
+            "solspark generate: precision: expected None, 'native' or 'fp8' with method 'spark'",
         ),
         (
             "generate --method sol --chunk-tokens 256",

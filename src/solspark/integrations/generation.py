@@ -70,7 +70,7 @@ class GenerateOptions:
         dense_layers: first layers that stay dense.
         min_tokens: shortest sequence that goes sparse; None for the method's default (0 for tiny).
         dense_backend: attention backend of diffusers for the dense calls.
-        precision: "native", or "int8" for the sparse calls of Sol; None for the model's own.
+        precision: "native"; "fp8" for the sparse calls, or with Sol "int8"; None for the model's.
         chunk_tokens: with INT8, rows of the QKV projection streamed at a time; None holds Q, K, V.
         extra: any further option of the installer, under the installer's name.
 
@@ -275,7 +275,7 @@ def _sparse_arm(options: GenerateOptions) -> Arm:
         raise ValueError(f"preset: expected None with method 'sol', got {options.preset!r}")
     if options.precision == "int8" and spark:
         raise ValueError(
-            "precision: expected None or 'native' with method 'spark', whose order and summaries "
+            "precision: expected None, 'native' or 'fp8' with method 'spark', whose order and summaries "
             "INT8 does not have, got 'int8'"
         )
     keywords = options.method_options()

@@ -16,9 +16,13 @@ from solspark.reference.qkv_producer import balance_factors
 from solspark.reference.sol_int8 import sol_int8 as reference
 from solspark.testing import PeakMemory
 
+everywhere = pytest.mark.usefixtures("place")
+
 
 def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    """Draw the same numbers for every device."""
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return numbers.to(torch.get_default_device())
 
 
 def inputs(tokens: int, *, batch: int = 1, heads: int = 2, seed: int = 0, dtype=torch.bfloat16):
@@ -100,6 +104,7 @@ def test_no_kernel_is_promised_where_there_is_none():
         assert int8.sol_attn_is_available("cuda:0") is False
 
 
+@everywhere
 @pytest.mark.parametrize("tau", [0.5, 1.0, 2.0, 6.0])
 @pytest.mark.parametrize("tokens", [256, 1000, 1024, 1088, 2048])
 def test_thresholds(tokens: int, tau: float):
@@ -109,6 +114,7 @@ def test_thresholds(tokens: int, tau: float):
     assert cosine(out, reference(q, k, v, tau=tau)) > 0.998
 
 
+@everywhere
 @pytest.mark.parametrize("ragged", [1, 4, 32])
 def test_a_ragged_tail(ragged: int):
     q, k, v = inputs(2048 + ragged, heads=1)
@@ -116,6 +122,7 @@ def test_a_ragged_tail(ragged: int):
     assert cosine(sol_attn(q, k, v, 1.4)[:, -ragged:], wanted[:, -ragged:]) > 0.999
 
 
+@everywhere
 @pytest.mark.parametrize("batch", [2, 3])
 def test_samples_do_not_meet(batch: int):
     q, k, v = inputs(517, batch=batch)
@@ -125,6 +132,7 @@ def test_samples_do_not_meet(batch: int):
         assert torch.equal(sol_attn(q[one], k[one], v[one], 1.2, token_aug=64), together[one])
 
 
+@everywhere
 @pytest.mark.parametrize("sink_blocks", [None, [0, 2], (0, 2)])
 @pytest.mark.parametrize("sink_q", [None, [0, 2]])
 def test_sinks(sink_blocks, sink_q):
@@ -138,12 +146,14 @@ def test_sinks(sink_blocks, sink_q):
         assert not torch.equal(out, sol_attn(q, k, v, 1.4))
 
 
+@everywhere
 def test_dense_rows_are_dense():
     q, k, v = inputs(1000)
     out = sol_attn(q, k, v, 6.0, sink_q=[3, 5])
     assert cosine(out[:, 192:320], dense(q, k, v)[:, 192:320]) > 0.999
 
 
+@everywhere
 @pytest.mark.parametrize("options", [dict(tau=1.0), dict(topk_ratio=0.2)], ids=["tau", "top-k"])
 @pytest.mark.parametrize("layout", ["heads_first", "fused", "odd_last_stride", "guarded"])
 def test_any_layout_gives_the_same_bits(layout: str, options: dict):
@@ -165,12 +175,14 @@ def test_any_layout_gives_the_same_bits(layout: str, options: dict):
     assert torch.equal(sol_attn(*views, **options), sol_attn(q, k, v, **options))
 
 
+@everywhere
 def test_a_lower_threshold_is_nearer_to_dense():
     q, k, v = inputs(2048)
     wanted = dense(q, k, v)
     assert cosine(sol_attn(q, k, v, 0.5), wanted) > cosine(sol_attn(q, k, v, 6.0), wanted) + 5e-3
 
 
+@everywhere
 @pytest.mark.parametrize("log_weight", [0.3, math.log(2.0)])
 def test_a_key_bias_weighs_keys(log_weight: float):
     q, k, v = inputs(1000)
@@ -185,6 +197,7 @@ def test_a_key_bias_weighs_keys(log_weight: float):
     assert relative(out, wanted) < 0.5 * relative(plain, wanted)
 
 
+@everywhere
 def test_the_forms_of_a_key_bias_agree():
     q, k, v = inputs(200, batch=2)
     bias = torch.where(torch.arange(200) < 40, 0.7, 0.0)
@@ -198,6 +211,7 @@ def test_the_forms_of_a_key_bias_agree():
     assert torch.equal(out, sol_attn(q, k, v, sink_blocks=[0, 1], key_bias=dropped))
 
 
+@everywhere
 def test_a_bias_of_its_own_for_each_sample():
     q, k, v = inputs(331, batch=2)
     bias = torch.zeros(2, 331)
@@ -209,6 +223,7 @@ def test_a_bias_of_its_own_for_each_sample():
         assert torch.equal(out[one], alone)
 
 
+@everywhere
 def test_minus_infinity_removes_keys():
     q, k, v = inputs(1000)
     bias = torch.zeros(1000)
@@ -221,6 +236,7 @@ def test_minus_infinity_removes_keys():
     assert relative(same, out) < 0.02
 
 
+@everywhere
 @pytest.mark.parametrize("tail", [True, False])
 def test_rows_without_any_key_are_zero(tail: bool):
     q, k, v = inputs(130)
@@ -228,6 +244,7 @@ def test_rows_without_any_key_are_zero(tail: bool):
     assert torch.equal(out, torch.zeros_like(out))
 
 
+@everywhere
 def test_everything_exact_is_dense():
     q, k, v = inputs(2048)
     out = sol_attn(q, k, v, -1e9)
@@ -235,6 +252,7 @@ def test_everything_exact_is_dense():
     assert relative(out, dense(q, k, v)) < 0.016
 
 
+@everywhere
 @pytest.mark.parametrize("tokens", [1024, 1111])
 def test_float16_and_bfloat16_agree(tokens: int):
     q, k, v = (item.half() for item in inputs(tokens))  # bfloat16 values are float16 values here
@@ -244,6 +262,7 @@ def test_float16_and_bfloat16_agree(tokens: int):
     assert cosine(half, reference(q, k, v)) > 0.998
 
 
+@everywhere
 @pytest.mark.parametrize("tokens", [1000, 2048])
 def test_a_budget(tokens: int):
     q, k, v = inputs(tokens)
@@ -254,6 +273,7 @@ def test_a_budget(tokens: int):
     assert cosine(with_sinks, reference(q, k, v, topk_ratio=0.2, sinks=(1, 3))) > 0.995
 
 
+@everywhere
 @pytest.mark.parametrize("tokens", [64, 40])
 def test_a_budget_of_one_block(tokens: int):
     q, k, v = inputs(tokens)
@@ -261,18 +281,21 @@ def test_a_budget_of_one_block(tokens: int):
     assert cosine(reference(q, k, v, topk_ratio=0.3), dense(q, k, v)) > 0.9999
 
 
+@everywhere
 def test_a_budget_of_zero_blocks():
     q, k, v = inputs(5 * 64)
     out = sol_attn(q, k, v, topk_ratio=0.5, sink_blocks=[0, 4], tail=False)[:, :192]
     assert cosine(out, dense(q[:, :192], k[:, :256], v[:, :256])) > 0.999
 
 
+@everywhere
 def test_equal_scores_are_all_kept():
     q, k, v = inputs(1024)
     k[:, 256:768] = k[:, 256:320].repeat(1, 8, 1, 1)
     assert cosine(sol_attn(q, k, v, topk_ratio=0.2), reference(q, k, v, topk_ratio=0.2)) > 0.99
 
 
+@everywhere
 def test_without_a_tail():
     q, k, v = inputs(1000)
     out = sol_attn(q, k, v, topk_ratio=0.3, tail=False)
@@ -284,6 +307,7 @@ def test_without_a_tail():
     assert cosine(out[:, live], dense(q[:, live], k[:, live], v[:, live])) > 0.9999
 
 
+@everywhere
 @pytest.mark.parametrize(
     ("options", "bar"), [(dict(tau=1.2), 0.998), (dict(topk_ratio=0.2), 0.995)], ids=["tau", "top"]
 )
@@ -303,6 +327,7 @@ def test_block_lengths(options: dict, bar: float):
         assert torch.equal(dirty[:, live], again[:, live])
 
 
+@everywhere
 def test_block_lengths_below_one_are_one():
     q, k, v = inputs(517)
     given = torch.tensor([0, -7, 5, 64, 0, 1, 20, -1, 0], dtype=torch.int32)
@@ -311,6 +336,7 @@ def test_block_lengths_below_one_are_one():
     )
 
 
+@everywhere
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_coarse_gate(batch: int):
     q, k, v = inputs(517, batch=batch)
@@ -356,6 +382,7 @@ def planted(tokens: int, heads: int):
     return q.bfloat16(), k.bfloat16(), v.bfloat16()
 
 
+@everywhere
 @pytest.mark.parametrize("options", [dict(tau=1.4), dict(topk_ratio=0.1)], ids=["tau", "top-k"])
 def test_token_lists_catch_planted_keys(options: dict):
     q, k, v = planted(1601, 2)
@@ -369,6 +396,7 @@ def test_token_lists_catch_planted_keys(options: dict):
     assert torch.equal(sol_attn(*views, token_aug=256, **options), outs[2])
 
 
+@everywhere
 def test_tokens_beyond_the_list_stay_in_the_tail():
     """Keys of alternating sign have means of zero, so every second one outgrows the histogram."""
     tokens = 1024
@@ -386,6 +414,7 @@ def test_tokens_beyond_the_list_stay_in_the_tail():
     assert with_list < 0.15 * without
 
 
+@everywhere
 def test_token_lists_of_no_use_change_nothing():
     q, k, v = inputs(709)
     same = k[:, :1].expand_as(k)
@@ -410,6 +439,7 @@ OUTLIERS = {
 }
 
 
+@everywhere
 @pytest.mark.parametrize("gain", [10.0, 50.0])
 @pytest.mark.parametrize("where", OUTLIERS)
 def test_outlier_channels_cost_at_most_twice_the_gaussian_error(where: str, gain: float):
@@ -433,6 +463,7 @@ def test_outlier_channels_cost_at_most_twice_the_gaussian_error(where: str, gain
         assert plain > 5 * gaussian and rotated < 0.5 * plain
 
 
+@everywhere
 @pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
 def test_loud_channels_of_v_cost_nothing(rotate: bool):
     """V has a scale of its own for each channel."""
@@ -443,6 +474,7 @@ def test_loud_channels_of_v_cost_nothing(rotate: bool):
     assert error < 1.05 * gaussian
 
 
+@everywhere
 @pytest.mark.parametrize("options", [{}, {"topk_ratio": 0.2}, {"tau": 1.2, "token_aug": 64}])
 def test_balanced_is_what_balanced_tensors_give(options: dict):
     """q f and k / f have the same products: everything after them knows nothing of f."""
@@ -461,6 +493,7 @@ def test_balanced_is_what_balanced_tensors_give(options: dict):
     assert relative(served, given) < 1e-3
 
 
+@everywhere
 def test_a_rotation_does_not_change_the_routing_statistics():
     q, k, v = inputs(1000)
     sol_attn(q, k, v, 1.2)
@@ -470,6 +503,7 @@ def test_a_rotation_does_not_change_the_routing_statistics():
     assert last_call().density == pytest.approx(plain, abs=0.01)
 
 
+@everywhere
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_large_magnitudes_stay_finite(dtype):
     q, k, v = (item * 1e3 for item in inputs(331, dtype=torch.float32))
@@ -477,6 +511,7 @@ def test_large_magnitudes_stay_finite(dtype):
     assert torch.isfinite(out).all()
 
 
+@everywhere
 @pytest.mark.parametrize("zero", range(3))
 def test_zeros_stay_finite(zero: int):
     items = list(inputs(331))
@@ -555,6 +590,7 @@ def test_a_wrong_type_is_named():
         sol_attn(q.requires_grad_(), k, v)
 
 
+@everywhere
 def test_a_bias_outside_the_sinks_is_found_when_asked():
     q, k, v = inputs(331)
     bias = torch.zeros(331)

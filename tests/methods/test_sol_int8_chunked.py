@@ -13,6 +13,7 @@ from solspark.reference.qkv_producer import norm_rope
 from solspark.testing import PeakMemory
 
 TOKENS, HEADS = 1024 + 100, 2
+everywhere = pytest.mark.usefixtures("place")
 
 
 class Problem:
@@ -20,15 +21,17 @@ class Problem:
 
     def __init__(self, rot: int = 96, *, tokens: int = TOKENS, seed: int = 0, value: float = 1.0):
         generator = torch.Generator().manual_seed(seed)
-        fused = torch.randn(tokens, 3 * HEADS * 128, generator=generator) * 0.5
+        here = {"generator": generator, "device": "cpu"}  # the same numbers for every device
+        home = torch.get_default_device()
+        fused = (torch.randn(tokens, 3 * HEADS * 128, **here) * 0.5).to(home)
         fused[:, 2 * HEADS * 128 :] *= value
         self.tokens = tokens
         self.fused = fused.bfloat16()
-        angle = torch.rand(tokens, rot // 2, generator=generator) * 6.3
+        angle = (torch.rand(tokens, rot // 2, **here) * 6.3).to(home)
         cos, sin = angle.cos(), angle.sin()
         rotation = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
         self.freqs = rotation[None, :, None]
-        self.weights = tuple(1.0 + 0.2 * torch.randn(128, generator=generator) for _ in range(2))
+        self.weights = tuple(1.0 + 0.2 * torch.randn(128, **here).to(home) for _ in range(2))
         q, k, v = self.fused.view(tokens, 3, HEADS, 128).unbind(1)
         q, k = (
             norm_rope(x, weight, self.freqs[0, :, 0], 1e-6)
@@ -86,6 +89,7 @@ def test_norm_and_rope_follow_the_formula(rot: int):
         )
 
 
+@everywhere
 @pytest.mark.parametrize("rot", [64, 96])
 def test_cold_and_primed_equal_the_direct_call(rot: int):
     problem = Problem(rot, value=0.02)
@@ -103,6 +107,7 @@ def test_cold_and_primed_equal_the_direct_call(rot: int):
     assert torch.equal(problem.run(kmean * 9, None, tau=1.4)[0], cold)
 
 
+@everywhere
 def test_the_statistics_are_those_of_the_tokens():
     problem = Problem()
     lengths = torch.full((18,), 64, dtype=torch.int32)
@@ -114,6 +119,7 @@ def test_the_statistics_are_those_of_the_tokens():
     torch.testing.assert_close(vscale, v.abs().amax(0) / 127 * 1.1)
 
 
+@everywhere
 @pytest.mark.parametrize("size", [64, 128, 4096])
 def test_the_size_of_the_chunks_has_no_effect(size: int):
     problem = Problem()
@@ -128,6 +134,7 @@ def test_rows_are_widened_a_few_at_a_time(monkeypatch):
     assert all(map(torch.equal, problem.run(), wanted))
 
 
+@everywhere
 def test_chunks_come_as_an_iterator_or_from_a_callable():
     problem = Problem()
     arguments = (problem.tokens, HEADS, problem.freqs, problem.weights)
@@ -148,6 +155,7 @@ def test_chunks_come_as_an_iterator_or_from_a_callable():
     assert torch.equal(sol_attn_chunked(chunks, *arguments, kmean, vscale)[0], wanted)
 
 
+@everywhere
 @pytest.mark.parametrize(
     "options",
     [
@@ -188,6 +196,7 @@ def loud_problem() -> Problem:
     return problem
 
 
+@everywhere
 @pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
 def test_balanced_cold_and_primed(rotate: bool):
     problem = loud_problem()
@@ -221,6 +230,7 @@ def test_balanced_cold_and_primed(rotate: bool):
         assert all(map(torch.equal, again, (cold, kmean, vscale, factors)))
 
 
+@everywhere
 def test_balanced_chunks_are_nearer_to_dense():
     problem = loud_problem()
     wanted = problem_dense(problem)
@@ -230,6 +240,7 @@ def test_balanced_chunks_are_nearer_to_dense():
     assert both < 0.3 * plain
 
 
+@everywhere
 def test_block_lengths_below_one_are_one():
     problem = Problem()
     given = torch.full((18,), 64, dtype=torch.int32)
@@ -238,6 +249,7 @@ def test_block_lengths_below_one_are_one():
     assert all(map(torch.equal, *results))
 
 
+@everywhere
 def test_token_lists():
     problem = Problem()
     problem.fused[::97, HEADS * 128 : 2 * HEADS * 128] *= 6
@@ -253,6 +265,7 @@ def problem_dense(problem: Problem) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
+@everywhere
 @pytest.mark.parametrize("token_aug", [0, 64])
 @pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
 def test_a_stale_key_mean_has_no_effect(token_aug: int, rotate: bool):
@@ -260,9 +273,8 @@ def test_a_stale_key_mean_has_no_effect(token_aug: int, rotate: bool):
     problem = Problem(value=1.0)
     options = dict(tau=1.4, token_aug=token_aug, rotate=rotate)
     wanted, kmean, vscale = problem.run(**options)
-    generator = torch.Generator().manual_seed(5)
     spread = problem.qkv[1][0].float().std()
-    stale = kmean + spread * torch.randn(kmean.shape, generator=generator)
+    stale = kmean + spread * torch.randn(kmean.shape)
     # A wrong sign or a missing shift would move each row's tail by several octaves.
     q = problem.qkv[0][0].float()
     octaves = torch.einsum("thd,hd->th", q, stale - kmean) * 128**-0.5 * math.log2(math.e)
@@ -273,6 +285,7 @@ def test_a_stale_key_mean_has_no_effect(token_aug: int, rotate: bool):
     assert relative(out, wanted) < max(4 * quantised, 0.03)
 
 
+@everywhere
 def test_statistics_of_zero_recover():
     problem = Problem()
     zero = torch.zeros(HEADS, 128)
@@ -288,6 +301,7 @@ def biased(tokens: int = TOKENS) -> torch.Tensor:
     return bias
 
 
+@everywhere
 def test_a_key_bias_cold_and_primed():
     problem = Problem(96, seed=23, value=0.02)
     options = dict(tau=1.4, sink_blocks=[1, 3])
@@ -307,6 +321,7 @@ def test_a_key_bias_cold_and_primed():
     assert torch.equal(*outs) and not torch.equal(outs[0], plain)
 
 
+@everywhere
 def test_a_key_bias_with_token_lists():
     problem = Problem(96, seed=31, value=0.02)
     options = dict(tau=1.4, sink_blocks=[1, 3], token_aug=64)

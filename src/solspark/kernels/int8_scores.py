@@ -2,7 +2,7 @@
 
     S[m, n] = (c8[m].k8[n]) (cs[m] a) ks[n]
 
-One program = one (head, 64 query blocks, 128 key blocks), key blocks fastest: those of a query tile
+One program = one (head, 64 query blocks, 64 key blocks), key blocks fastest: those of a query tile
 share it in L2. The integers are read once a tile, every score is written once. The products are in
 this order and each is rounded, so that the bits are those of the specification.
 """
@@ -32,24 +32,24 @@ def int8_scores_kernel(
     key_tiles = tl.cdiv(blocks, COLS)
     query_tiles = tl.cdiv(blocks, ROWS)
     rest = pid // key_tiles
-    first = (rest // query_tiles).to(tl.int64) * blocks
-    offs_m = (rest % query_tiles) * ROWS + tl.arange(0, ROWS)
-    offs_n = (pid % key_tiles) * COLS + tl.arange(0, COLS)
-    offs_d = tl.arange(0, D)
-    real_m = offs_m < blocks
-    real_n = offs_n < blocks
-    c = tl.load(
-        c_ptr + (first + offs_m)[:, None] * D + offs_d[None, :], mask=real_m[:, None], other=0
-    )
-    k = tl.load(
-        k_ptr + (first + offs_n)[:, None] * D + offs_d[None, :], mask=real_n[:, None], other=0
-    )
-    c_scale = tl.load(c_scale_ptr + first + offs_m, mask=real_m, other=0.0)
-    k_scale = tl.load(k_scale_ptr + first + offs_n, mask=real_n, other=0.0)
+    head = (rest // query_tiles).to(tl.int64) * blocks
+    m = (rest % query_tiles) * ROWS
+    n = (pid % key_tiles) * COLS
+    offs_m = tl.arange(0, ROWS)
+    offs_n = tl.arange(0, COLS)
+    offs_d = tl.arange(0, D)[None, :]
+    real_m = m + offs_m < blocks
+    real_n = n + offs_n < blocks
+    c = tl.load(c_ptr + (head + m) * D + offs_m[:, None] * D + offs_d, real_m[:, None], other=0)
+    k = tl.load(k_ptr + (head + n) * D + offs_n[:, None] * D + offs_d, real_n[:, None], other=0)
+    c_scale = tl.load(c_scale_ptr + head + m + offs_m, mask=real_m, other=0.0)
+    k_scale = tl.load(k_scale_ptr + head + n + offs_n, mask=real_n, other=0.0)
     s = tl.dot(c, tl.trans(k), out_dtype=tl.int32).to(tl.float32)
     s = s * (c_scale * a)[:, None] * k_scale[None, :]
-    out = out_ptr + (first + offs_m)[:, None] * blocks + offs_n[None, :]
-    tl.store(out, s, mask=real_m[:, None] & real_n[None, :])
+    # Offsets inside a tile are 32 bits wide: 64-bit ones would fill the registers.
+    tile = out_ptr + (head + m) * blocks + n
+    place = offs_m[:, None] * blocks + offs_n[None, :]
+    tl.store(tile + place, s, mask=real_m[:, None] & real_n[None, :])
 
 
 def launch_int8_scores(
@@ -66,7 +66,7 @@ def launch_int8_scores(
     centroid and pooled are int8 [G, N, D], their scales float32 [G, N]: all contiguous.
     """
     group, blocks, dim = centroid.shape
-    int8_scores_kernel[(triton.cdiv(blocks, 128) * triton.cdiv(blocks, 64) * group,)](
+    int8_scores_kernel[(triton.cdiv(blocks, 64) ** 2 * group,)](
         centroid,
         centroid_scale,
         pooled,
@@ -76,6 +76,6 @@ def launch_int8_scores(
         a,
         D=dim,
         ROWS=64,
-        COLS=128,
+        COLS=64,
         num_warps=4,
     )

@@ -49,28 +49,32 @@ def int8_tail_kernel(
     pid = tl.program_id(0)
     tiles = tl.cdiv(blocks, ROWS)
     head = (pid // tiles).to(tl.int64)
-    offs_m = (pid % tiles) * ROWS + tl.arange(0, ROWS)
+    first = pid % tiles * ROWS
+    offs = tl.arange(0, ROWS)
+    offs_m = first + offs
     offs_d = tl.arange(0, D)
     real = offs_m < blocks
-    state = head * blocks + offs_m
+    # Offsets inside a tile of rows are 32 bits wide: 64-bit ones would fill the registers.
+    row = head * blocks + first
+    s_tile = s_ptr + row * blocks
+    bits_tile = bits_ptr + row * words
     v_scale = tl.load(v_scale_ptr + head * D + offs_d)
     high = tl.full([ROWS], NEG, tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D], tl.float32)
-    pair = head * pairs + offs_m // 2
+    pair = offs_m // 2
 
     # The states of the pair's tokens, one for each share of the keys.
     if TOKENS:
         for split in range(splits):
-            part = split * group * pairs + pair
-            part_high = tl.load(part_high_ptr + part, mask=real, other=NEG)
+            part = (split * group + head) * pairs
+            part_high = tl.load(part_high_ptr + part + pair, mask=real, other=NEG)
             top = tl.maximum(high, part_high)
             keep = tl.exp2(high - top)
             share = tl.exp2(part_high - top)
-            part_mass = tl.load(part_mass_ptr + part, mask=real, other=0.0)
-            part_out = tl.load(
-                part_out_ptr + part[:, None] * D + offs_d[None, :], mask=real[:, None], other=0.0
-            )
+            part_mass = tl.load(part_mass_ptr + part + pair, mask=real, other=0.0)
+            place = pair[:, None] * D + offs_d[None, :]
+            part_out = tl.load(part_out_ptr + part * D + place, mask=real[:, None], other=0.0)
             mass = mass * keep + part_mass * share
             acc = acc * keep[:, None] + part_out * share[:, None]
             high = top
@@ -80,12 +84,12 @@ def int8_tail_kernel(
         n = start + tl.arange(0, COLS)
         inside = n < blocks
         both = real[:, None] & inside[None, :]
-        s = tl.load(s_ptr + state[:, None] * blocks + n[None, :], mask=both, other=0.0)
-        word = tl.load(bits_ptr + state[:, None] * words + (n >> 5)[None, :], mask=both, other=-1)
+        s = tl.load(s_tile + offs[:, None] * blocks + n[None, :], mask=both, other=0.0)
+        place = offs[:, None] * words + (n >> 5)[None, :]
+        word = tl.load(bits_tile + place, mask=both, other=-1)
         if TOKENS:
-            word |= tl.load(
-                candidate_ptr + pair[:, None] * words + (n >> 5)[None, :], mask=both, other=-1
-            )
+            place = pair[:, None] * words + (n >> 5)[None, :]
+            word |= tl.load(candidate_ptr + head * pairs * words + place, mask=both, other=-1)
         left = both & (((word >> (n & 31)[None, :]) & 1) == 0)
         s = tl.where(left, s, NEG)
         # A row that has seen no block yet must not take 2^0 for what is masked.
@@ -93,21 +97,18 @@ def int8_tail_kernel(
         p = tl.exp2(s - top[:, None]).to(DOT)
         keep = tl.exp2(high - top)
         length = tl.load(length_ptr + n, mask=inside, other=0).to(tl.float32)
-        v_sum = tl.load(
-            v_sum_ptr + (head * blocks + n)[:, None] * D + offs_d[None, :],
-            mask=inside[:, None],
-            other=0.0,
-        )
+        place = n[:, None] * D + offs_d[None, :]
+        v_sum = tl.load(v_sum_ptr + head * blocks * D + place, mask=inside[:, None], other=0.0)
         mass = mass * keep + tl.sum(p.to(tl.float32) * length[None, :], 1)
         acc = tl.dot(p, v_sum.to(DOT), acc * keep[:, None], input_precision="ieee")
         high = top
 
     # No block at all: the state of nothing.
     high = tl.where(mass > 0.0, high, NEG)
-    tl.store(high_ptr + state, high, mask=real)
-    tl.store(mass_ptr + state, mass, mask=real)
-    place = state[:, None] * D + offs_d[None, :]
-    tl.store(out_ptr + place, acc / v_scale[None, :], mask=real[:, None])
+    tl.store(high_ptr + row + offs, high, mask=real)
+    tl.store(mass_ptr + row + offs, mass, mask=real)
+    place = offs[:, None] * D + offs_d[None, :]
+    tl.store(out_ptr + row * D + place, acc / v_scale[None, :], mask=real[:, None])
 
 
 def launch_int8_tail(
@@ -150,4 +151,5 @@ def launch_int8_tail(
         COLS=64,
         DOT=dot,
         num_warps=4,
+        num_stages=2,
     )

@@ -79,16 +79,17 @@ def token_levels_kernel(
         bias = tl.load(bias_ptr + (bh // heads * blocks + n) * ROWS + offs)
         s = token_scores(c, factor, offset, k, k_scale, bias)
         word = tl.load(candidate_ptr + pair * words + (n >> 5), mask=real, other=0)
-        candidate = (((word >> (n & 31)) & 1) != 0)[:, None] & (s > MASKED)
-        above = tl.where(candidate, s - reference[:, None] + BELOW, -1.0)
-        fine = 2.0 + tl.floor(above * 4.0)
-        wide = 98.0 + tl.floor((above - FINE_SPAN) * 0.5)
-        level = tl.where(above < FINE_SPAN, fine, wide)
-        level = tl.where(above < 0.0, 1.0, tl.minimum(level, 255.0))
-        level = tl.where(candidate, level, 0.0)
+        candidate = (((word >> (n & 31)) & 1) != 0)[:, None] & (bias > MASKED)[None, :]
+        above = tl.maximum(s - reference[:, None] + BELOW, -1.0)
+        fine = above < FINE_SPAN
+        step = tl.where(fine, above * 4.0, (above - FINE_SPAN) * 0.5)
+        # Cut off, which is floor above zero.
+        level = tl.minimum(step, 255.0).to(tl.int32) + tl.where(fine, 2, 98)
+        level = tl.where(above < 0.0, 1, tl.minimum(level, 255))
+        level = tl.where(candidate, level, 0)
         place = (pair * blocks + n)[:, None] * ROWS + offs[None, :]
-        tl.store(level_ptr + place, level.to(tl.int32).to(tl.uint8), mask=real[:, None])
-        most = tl.max(level, 1)
+        tl.store(level_ptr + place, level.to(tl.uint8), mask=real[:, None])
+        most = tl.max(level, 1).to(tl.float32)
         tl.store(most_ptr + pair * blocks + n, tl.where(most < 2.0, 0.0, most), mask=real)
 
 

@@ -152,7 +152,12 @@ def explain(call: AttentionCall) -> list[Served]:
     Returns:
         One record an operation, in the order of `operations()`; with `precision` "int8" those that
         such a call runs, and their variants.
+
+    Raises:
+        TypeError: `call` is no AttentionCall.
     """
+    if not isinstance(call, AttentionCall):
+        raise TypeError(f"call: expected an AttentionCall, got {type(call).__name__}")
     if call.precision == "int8":
         return [_explain_int8(*item, call) for item in INT8_OPERATIONS]
     return [_explain_operation(operation, call) for operation in operations()]

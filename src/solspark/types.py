@@ -172,9 +172,13 @@ class QuantizedQKV:
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """The (frames, height, width) raster of a video segment.
+    """The raster of a video segment: token id = (t * height + h) * width + w.
 
-    Token id = (t * height + h) * width + w.
+    Args:
+        frames, height, width: of the latent video in tokens, each at least 1.
+
+    Raises:
+        ValueError: a size is no positive int.
     """
 
     frames: int
@@ -199,9 +203,22 @@ class TokenGrid:
 class AttentionCall:
     """What an implementation must know to say whether it can serve a call (never the values).
 
-    `aligned`: base pointers and strides are multiples of 16 bytes; `variant`: the kind of the
-    operation where it has several ("diag" or "exact" thresholds); `precision`: "native" for the
-    input type.
+    Args:
+        batch, query_tokens, key_tokens, heads, head_dim: B, L_q, L_k, H and D.
+        dtype: of the inputs.
+        device_type: "cpu", "cuda" (ROCm too), ...
+        capability: (major, minor) of a CUDA or ROCm device, None elsewhere.
+        key_heads: of grouped attention, a divisor of `heads`; None: as many.
+        parents: anchors of the summaries, P.
+        tail: "query", "block", "block8x8" or "none".
+        key_bias: whether keys are weighed or masked.
+        return_lse: whether the log-sum-exp is wanted.
+        kv_splits: splits of the key loop.
+        last_dim_contiguous: whether the last stride of every input is 1.
+        requires_grad: whether autograd would record the call.
+        aligned: whether base pointers and strides are multiples of 16 bytes.
+        variant: kind of the operation where it has several ("diag" or "exact" thresholds).
+        precision: "native" for the input type, "fp8" or "int8" for operands of eight bits.
     """
 
     batch: int
@@ -227,7 +244,16 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """What served a call: `solspark.last_call()` returns the newest one of this thread."""
+    """What served a call: `solspark.last_call()` returns the newest one of this thread.
+
+    Args:
+        operation: name of the operation, such as "sol_attn".
+        implementation: "hopper", "triton" or "eager".
+        call: what was asked for.
+        declined: (implementation, reasons) of the better ones that could not serve.
+        exact_pairs: block pairs read exactly, on the device; None where nothing is sparse.
+        total_pairs: block pairs there are.
+    """
 
     operation: str
     implementation: str

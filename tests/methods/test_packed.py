@@ -650,6 +650,7 @@ def test_refusals_name_the_argument():
         ((query, key, value), {"video_tokens": 5000}, ValueError, "video_tokens"),
         ((query, key, value), {"grid": TokenGrid(1, 2, 3)}, ValueError, "grid: expected 1152"),
         ((query, key, value), {"grid": None}, ValueError, "grid: expected a TokenGrid"),
+        ((query, key, value), {"grid": (1, 2, 3)}, TypeError, "grid: expected a TokenGrid or None"),
         ((query, key, value), {"config": "spark"}, TypeError, "config: expected a PackedConfig"),
         (
             (query, key, value),
@@ -688,6 +689,15 @@ def test_spark_reweight_is_the_reference():
             torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)
     with pytest.raises(ValueError, match="comfy_fp32 expected bfloat16"):
         spark_reweight(query[:, :1], key, value, summary_math="comfy_fp32")
+    for wrong, message in (
+        ((query[:, :1, :1], key, value), r"a: expected \[1, P, 2, 64\]"),
+        ((query[:, :1], key[0], value), r"k: expected a floating-point \[B, T, H, D\]"),
+        ((query[:, :1], key, value.float()), r"v: expected torch.float16 .* as k, got"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            spark_reweight(*wrong)
+    with pytest.raises(TypeError, match="v: expected a tensor, got list"):
+        spark_reweight(query[:, :1], key, [1])
 
 
 @pytest.mark.gpu

@@ -452,6 +452,13 @@ def test_compatible_names_are_the_same_objects() -> None:
     assert compatible.get_sol_attn_backend is get_sol_attn_backend
     assert get_sol_attn_backend("cpu") == get_sol_attn_backend(torch.device("cpu")) == "eager"
     assert get_sol_attn_backend() in ("hopper", "triton", "eager")
+    with pytest.raises(ValueError, match=r"device: expected what .* got 'gpu'"):
+        get_sol_attn_backend("gpu")
+    with pytest.raises(TypeError, match=r"device: .* got Tensor"):
+        get_sol_attn_backend(torch.zeros(1))  # type: ignore[arg-type]
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"device: .* got 'cuda' without a GPU"):
+            get_sol_attn_backend("cuda")
     options = inspect.signature(sol_attn).parameters
     assert [item.kind for item in options.values()].count(inspect.Parameter.KEYWORD_ONLY) == (
         len(options) - 3

@@ -76,6 +76,8 @@ def test_names_that_do_not_exist() -> None:
         _dispatch.implementations("fly")
     with pytest.raises(ValueError, match=r"name: expected one of .* got 'cuda'"):
         _dispatch.register("trial", "cuda", _dispatch.never_declines, print)
+    with pytest.raises(TypeError, match=r"call: expected an AttentionCall, got str"):
+        _dispatch.reasons("merge", "eager", "a call")  # type: ignore[arg-type]
 
 
 def test_all_declining_raises_with_every_reason(

@@ -143,7 +143,7 @@ def test_errors_name_the_argument():
     cases = [
         ((anchor[:, :, :2], key, value), {}, r"anchors: expected \[2, P, 3, 64\]"),
         ((anchor[:, :0], key, value), {}, "anchors: expected"),
-        ((anchor.bfloat16(), key, value), {}, "anchors: expected torch.float16 or float32"),
+        ((anchor.bfloat16(), key, value), {}, r"anchors: expected torch.float16 or torch.float32"),
         ((anchor, key, value[:, 1:]), {}, "value: expected torch.float16"),
         ((anchor, key, value.float()), {}, "value: expected torch.float16"),
         ((anchor, key[:, :0], value[:, :0]), {}, "key: expected no empty dimension"),

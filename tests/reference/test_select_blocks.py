@@ -133,3 +133,5 @@ def test_a_mask_must_fit_the_tokens() -> None:
         plan_from_mask(mask, query_tokens=129, key_tokens=129)
     with pytest.raises(ValueError, match=r"mask: expected bool"):
         plan_from_mask(mask.int(), query_tokens=128, key_tokens=129)
+    with pytest.raises(TypeError, match=r"plan: expected a BlockPlan, got Tensor"):
+        mask_from_plan(mask)  # type: ignore[arg-type]

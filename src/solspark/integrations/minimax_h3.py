@@ -51,7 +51,17 @@ class H3SparseAttentionPlugin:
     """Sparse attention for one transformer: a context manager, or `apply()` and `remove()`.
 
     Nothing is patched, and the transformer is not looked at, before it is entered. It can be
-    entered again after it was left; counters then start again.
+    entered again after it was left; counters then start again. `reset()` goes between two runs,
+    `summary()` and `records()` say what happened, `prewarm()` compiles ahead of the first sparse
+    step.
+
+    Args:
+        transformer: a `MiniMaxH3Transformer3DModel`, or a pipeline that holds exactly one.
+        config: all options.
+
+    Raises:
+        MissingDependencyError: diffusers is missing.
+        ValueError: `dense_backend` is no backend of diffusers.
     """
 
     def __init__(self, transformer: Any, config: H3SparseAttentionConfig):

@@ -20,7 +20,7 @@ from solspark.methods.spark_config import (
     ReblockConfig,
 )
 from solspark.ops import _dispatch
-from solspark.ops.reweight import reweight
+from solspark.ops.reweight import check_reweight_tensors, reweight
 from solspark.plan.layout import PackedLayout
 from solspark.plan.routing import density
 from solspark.types import BLOCK, TokenGrid
@@ -77,12 +77,14 @@ def spark_reweight(
         ak, av: [B, P, H, N, D] in k's dtype, N = ceil(T / 64); lm: float32 [B, P, H, N].
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: for tensors that do not fit each other, empty ones, or unknown switches.
 
     Numerics: scores, weights and sums in FP32, ak and av rounded once.
 
     Source: spec/spark.md section 3.
     """
+    check_reweight_tensors(a, k, v, ("a", "k", "v"))
     if summary_math == "comfy_fp32" and k.dtype == torch.float16:
         raise ValueError("k: comfy_fp32 expected bfloat16, got float16")
     return reweight(
@@ -256,6 +258,8 @@ def _check_inputs(
         _checks.check_same(name, tensor, "query", query, shape=True)
     if query.numel() == 0:
         raise ValueError(f"query: expected no empty dimension, got {tuple(query.shape)}")
+    if grid is not None and not isinstance(grid, TokenGrid):
+        raise TypeError(f"grid: expected a TokenGrid or None, got {type(grid).__name__}")
     _checks.check_int("video_tokens", video_tokens, 0, query.shape[1])
     if not isinstance(config, PackedConfig):
         raise TypeError(f"config: expected a PackedConfig, got {type(config).__name__}")

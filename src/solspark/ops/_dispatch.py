@@ -118,7 +118,14 @@ def _implementations(operation: str) -> list[Implementation]:
 
 
 def implementations(operation: str) -> tuple[str, ...]:
-    """Return the names of an operation's implementations, best first."""
+    """Return the names of an operation's implementations, best first.
+
+    Args:
+        operation: such as "block_sparse_attention"; `solspark env` lists them.
+
+    Raises:
+        ValueError: there is no such operation.
+    """
     return tuple(item.name for item in _implementations(operation))
 
 
@@ -128,7 +135,22 @@ def operations() -> tuple[str, ...]:
 
 
 def reasons(operation: str, impl: str, call: AttentionCall) -> list[str]:
-    """Return why an implementation cannot serve a call, one string an obstacle; empty if it can."""
+    """Return why an implementation cannot serve a call.
+
+    Args:
+        operation: such as "block_sparse_attention".
+        impl: "eager", "triton" or "hopper".
+        call: shapes, type and device; the device need not be in this machine.
+
+    Returns:
+        One string an obstacle; empty if it can.
+
+    Raises:
+        TypeError: `call` is no AttentionCall.
+        ValueError: there is no such operation or implementation.
+    """
+    if not isinstance(call, AttentionCall):
+        raise TypeError(f"call: expected an AttentionCall, got {type(call).__name__}")
     for item in _implementations(operation):
         if item.name == impl:
             return list(item.reasons(call))
@@ -190,8 +212,7 @@ def last_call() -> CallRecord | None:
 
     Returns:
         A CallRecord: operation, implementation, the implementations that declined and why, and, for
-            attention, the
-        share of block pairs read exactly (`density`, which waits for the device).
+        attention, the share of block pairs read exactly (`density`, which waits for the device).
     """
     return _state.last
 

@@ -91,9 +91,17 @@ def reweight(
     return result
 
 
-def check_reweight_tensors(anchors: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise ValueError unless anchors, key and value fit each other."""
-    for name, tensor in (("key", key), ("value", value)):
+def check_reweight_tensors(
+    anchors: Tensor,
+    key: Tensor,
+    value: Tensor,
+    names: tuple[str, str, str] = ("anchors", "key", "value"),
+) -> None:
+    """Raise unless anchors, key and value fit each other; `names` are those of the caller."""
+    for name, tensor in zip(names, (anchors, key, value), strict=True):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    for name, tensor in ((names[1], key), (names[2], value)):
         if tensor.ndim != 4 or not tensor.is_floating_point():
             raise ValueError(
                 f"{name}: expected a floating-point [B, T, H, D], got {tensor.dtype} "
@@ -103,17 +111,18 @@ def check_reweight_tensors(anchors: Tensor, key: Tensor, value: Tensor) -> None:
             raise ValueError(f"{name}: expected no empty dimension, got {tuple(tensor.shape)}")
     if value.shape != key.shape or value.dtype != key.dtype or value.device != key.device:
         raise ValueError(
-            f"value: expected {key.dtype} {tuple(key.shape)} on {key.device} as key, got "
-            f"{value.dtype} {tuple(value.shape)} on {value.device}"
+            f"{names[2]}: expected {key.dtype} {tuple(key.shape)} on {key.device} as "
+            f"{names[1]}, got {value.dtype} {tuple(value.shape)} on {value.device}"
         )
     batch, _, heads, dim = key.shape
     shape = tuple(anchors.shape)
     if len(shape) != 4 or shape[1] == 0 or (shape[0], *shape[2:]) != (batch, heads, dim):
-        raise ValueError(f"anchors: expected [{batch}, P, {heads}, {dim}], got {list(shape)}")
+        raise ValueError(f"{names[0]}: expected [{batch}, P, {heads}, {dim}], got {list(shape)}")
     if anchors.dtype not in (key.dtype, torch.float32):
-        raise ValueError(f"anchors: expected {key.dtype} or float32, got {anchors.dtype}")
+        other = "" if key.dtype == torch.float32 else " or torch.float32"
+        raise ValueError(f"{names[0]}: expected {key.dtype}{other}, got {anchors.dtype}")
     if anchors.device != key.device:
-        raise ValueError(f"anchors: expected a tensor on {key.device}, got {anchors.device}")
+        raise ValueError(f"{names[0]}: expected a tensor on {key.device}, got {anchors.device}")
 
 
 def check_reweight_options(summary_math: str, logmass_key: str, reweight_components: str) -> None:

@@ -98,6 +98,9 @@ def plan_from_mask(
 
     Returns:
         BlockPlan. Work space is one head's lists at a time.
+
+    Raises:
+        ValueError: the mask is not bool [B, H, NQ, NK], or has not the blocks of the tokens.
     """
     if mask.dtype != torch.bool or mask.ndim != 4:
         raise ValueError(
@@ -136,7 +139,19 @@ def plan_from_mask(
 
 
 def mask_from_plan(plan: BlockPlan) -> Tensor:
-    """Return the mask bool [B, H, NQ, NK] of the block pairs that a plan reads exactly."""
+    """Return the block pairs that a plan reads exactly.
+
+    Args:
+        plan: any plan.
+
+    Returns:
+        bool [B, H, NQ, NK] on the plan's device.
+
+    Raises:
+        TypeError: `plan` is no BlockPlan.
+    """
+    if not isinstance(plan, BlockPlan):
+        raise TypeError(f"plan: expected a BlockPlan, got {type(plan).__name__}")
     return unpack_bits(plan.bits, plan.key_blocks)
 
 

@@ -77,6 +77,9 @@ def layout_from_segments(segments: Iterable[tuple[str, int]]) -> TokenLayout:
     """Build a layout from (kind, token count) pairs in packing order.
 
     Empty segments vanish, equal neighbours join.
+
+    Raises:
+        ValueError: a count below 0, or no token at all.
     """
     spans: list[Span] = []
     position = 0

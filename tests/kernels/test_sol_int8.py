@@ -288,25 +288,31 @@ def test_compiles(record_launches, compile_launch, target: str, monkeypatch):
     seen = {launch.kernel.__name__: launch for launch in launches}
     assert set(seen) == OURS
 
-    def produce():
-        producer_module.qkv_producer(
-            lambda: [torch.zeros(130, 3 * 2 * 128, dtype=torch.bfloat16)],
-            130,
-            2,
-            torch.zeros(130, 48, 2, 2),
-            (torch.ones(128), torch.ones(128)),
-            key_center=torch.zeros(2, 128),
-            value_scale=torch.ones(2, 128),
-            rotate=True,
-            balance=torch.ones(2, 128),
-            impl="triton",
-        )
+    def produced(balance, statistic) -> dict:
+        def produce():
+            producer_module.qkv_producer(
+                lambda: [torch.zeros(130, 3 * 2 * 128, dtype=torch.bfloat16)],
+                130,
+                2,
+                torch.zeros(130, 48, 2, 2),
+                (torch.ones(128), torch.ones(128)),
+                key_center=statistic,
+                value_scale=statistic,
+                rotate=True,
+                balance=balance,
+                impl="triton",
+            )
 
-    produced = {launch.kernel.__name__: launch for launch in record_launches(produce)}
-    assert set(produced) == {"energy_kernel", "quantise_kernel"}
+        return {launch.kernel.__name__: launch for launch in record_launches(produce)}
+
+    ones = torch.ones(2, 128)
+    primed, cold = produced(ones, ones), produced(True, None)
+    # A primed call reads its chunks once: it keeps the factors and takes sums while it quantises.
+    assert set(primed) == {"quantise_kernel"}
+    assert set(cold) == {"harvest_kernel", "energy_kernel", "quantise_kernel"}
     if target != "sm_90":
         del seen["quantise_kernel"]  # with norm, RoPE and a rotation it does all that and more
-    for launch in (*seen.values(), *produced.values()):
+    for launch in (*seen.values(), *primed.values(), cold["energy_kernel"]):
         compiled = compile_launch(launch, target)
         if target == "sm_90" and launch.kernel.__name__ == "sol_int8_kernel":
             # Scores run on the tensor cores in integers, values in float16.

@@ -223,8 +223,10 @@ def test_balanced_cold_and_primed(rotate: bool):
     assert torch.equal(run(kmean, vscale, balance=True)[0], cold) and len(calls) == 5
     assert torch.equal(run(balance=factors * 3)[0], cold) and len(calls) == 7
     # Factors of another step cost bits, no more: the products stay those of Q and K.
-    stale = run(kmean, vscale, balance=factors.flip(0) * 1.3)[0]
+    other = factors.flip(0) * 1.3
+    stale, *following = run(kmean, vscale, balance=other)
     assert cosine(stale, wanted) > 0.995
+    assert all(map(torch.equal, following, (kmean, vscale, other)))
     for size in (64, 4096):
         again = problem.run(size=size, balance=True, **options)
         assert all(map(torch.equal, again, (cold, kmean, vscale, factors)))

@@ -180,7 +180,7 @@ def sol_attn_chunked(
     Returns:
         out bfloat16 [1, T, h, 128], and the statistics of this step for the next, float32
         [h, 128]: the mean key, 1.1 times the largest value / 127, and, where `balance` was asked
-        for, its factors.
+        for, the factors used.
 
     Raises:
         ValueError: an argument is not as described, before the first chunk is asked for; or a

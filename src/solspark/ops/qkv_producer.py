@@ -129,7 +129,7 @@ def qkv_producer(
 
     Returns:
         The operands (B = 1), and this step's statistics for the next: the mean of the live keys and
-        1.1 absmax / 127 of the live values, float32 [H, D]; with `balance` its factors too.
+        1.1 absmax / 127 of the live values, float32 [H, D]; with `balance` the factors used too.
 
     Raises:
         ValueError: a chunk's shape, type, device or start is wrong, or they do not cover T.
@@ -528,10 +528,10 @@ class _Producer:
         norm = Norm(norm_weights, freqs, eps)
         step = carriers.step(heads, head_dim)
 
-        def measured() -> tuple[Tensor, ...]:
+        def measured() -> tuple[Tensor, Tensor]:
             center = carriers.key_sums[0].sum(1) / live_tokens
             scale = (carriers.value_peak[0] / 127.0 * VALUE_MARGIN).clamp_min(SCALE_FLOOR)
-            return center, scale, *(() if balance is False else carriers.measured_factor())
+            return center, scale
 
         known = key_center is None or value_scale is None or balance is True
         if known:
@@ -540,22 +540,24 @@ class _Producer:
                 carriers.harvest(0, first, key, value, norm)
                 if balance is not False:
                     carriers.measure(0, first, query, key, norm)
-            key_center, value_scale, *factor = measured()
+            key_center, value_scale = measured()
+            if balance is not False:
+                carriers.factor = carriers.measured_factor()
         else:
             assert key_center is not None and value_scale is not None
             key_center = key_center.float()
             value_scale = value_scale.float().clamp_min(SCALE_FLOOR)
-            factor = [balance.float()] if isinstance(balance, Tensor) else []
-        if factor:
-            carriers.factor = factor[0][None]
+            if isinstance(balance, Tensor):
+                # Not measured again: loud channels are the model's, and other factors cost bits.
+                carriers.factor = balance.float()[None]
         for first, fused in _walk(chunks(), tokens, heads, head_dim, step, freqs.device):
             query, key, value = fused.unbind(1)
-            if balance is not False and not known:
-                carriers.measure(0, first, query, key, norm)
             carriers.quantise(
                 0, first, (query, key, value), key_center, value_scale, norm, not known
             )
         following = measured()
+        # With them the factors, where there are any: those of the one sample.
+        following += () if carriers.factor is None else tuple(carriers.factor)
         return carriers.finish(key_center[None], value_scale[None], key_bias), *following
 
 

@@ -76,6 +76,7 @@ VARIANTS: dict[str, dict[tuple[Any, str], Any]] = {
     "fit: level 1 by depths": {(kernels, "SPREAD_BELOW"): 4096},
     "score: no pipeline": {(tree_score, "STAGES"): 1},
     "score: 4 tiles": {(tree_score, "TILES"): 4},
+    "route: 128 registers": {(tree_route, "REGISTERS"): 128},
     "route: level 1 spread": {(kernels, "REGISTER_TOKENS"): 4096},
     "spread: chunks of 1024": {(tree_spread, "CHUNK"): 1024, (tree_spread, "WARPS"): 4},
     "spread: chunks of 4096": {(tree_spread, "CHUNK"): 4096, (tree_spread, "WARPS"): 16},

@@ -204,6 +204,7 @@ TYPES = {
     **dict.fromkeys(("sor", "sxr", "sxt"), "i64"),
     **dict.fromkeys(("order_ptr", "node_ptr", "split_ptr", "weight_ptr", "key_ptr"), "*i32"),
     **dict.fromkeys(("moved_ptr", "histogram_ptr", "candidate_ptr", "state_ptr"), "*i32"),
+    "few_ptr": "*i32",
     **dict.fromkeys(("depth", "part", "rounds", "chunks"), "i32"),
     "count_ptr": "*i32",
     "slot_ptr": "*i8",
@@ -260,10 +261,14 @@ def test_norms_and_finish_compile(compile_ahead):
 
 
 @pytest.mark.parametrize("tokens", [128, 8192])
-def test_routing_in_registers_compiles(compile_ahead, tokens: int):
+def test_routing_in_registers_compiles(compile_ahead, request, tokens: int):
     block, warps = tree_route.register_config(tokens)
-    constants = {"BLOCK": block}
-    compile_ahead(tree_route.route_kernel, TYPES, constants, num_warps=warps)
+    options = {"num_warps": warps}
+    if request.node.callspec.params["compile_ahead"].startswith("gfx"):
+        options["num_warps"] = min(warps, 16)
+    elif warps >= 8:
+        options["maxnreg"] = tree_route.REGISTERS
+    compile_ahead(tree_route.route_kernel, TYPES, {"BLOCK": block}, **options)
 
 
 def test_spread_routing_compiles(compile_ahead):

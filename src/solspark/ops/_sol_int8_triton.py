@@ -15,8 +15,11 @@ from solspark.reference.sol_int8 import LOG2E, budget
 from solspark.reference.sol_int8_quantized import biased_blocks, pair_centroids
 from solspark.types import BLOCK, BlockPlan, QuantizedQKV
 
-ROUTE_BYTES = 96 * 2**20
-"""Work space of routing, at least one head's: its scores, and the levels of its tokens."""
+ROUTE_BYTES = 512 * 2**20
+"""Work space of routing, at least one head's: its scores, and the levels of its tokens.
+
+It is free again before the output is allocated: up to that size it costs no memory at the peak.
+"""
 
 State = tuple[Tensor, Tensor, Tensor]
 
@@ -45,9 +48,7 @@ def run(
     batch, heads, _, _ = qkv.query.shape
     if scale < 0:
         # Kernels take the maximum of scores before they scale them.
-        qkv = replace(
-            qkv, query=-qkv.query, query_means=-qkv.query_means, centroid=-qkv.centroid
-        )
+        qkv = replace(qkv, query=-qkv.query, query_means=-qkv.query_means, centroid=-qkv.centroid)
     a = abs(scale) * LOG2E
     coarse = None
     with torch.cuda.device_of(qkv.query):
@@ -138,8 +139,7 @@ class Routes:
     def plan(self, batch: int) -> BlockPlan:
         """Return the exact blocks as a plan of [B, H, N]."""
         parts = (
-            item.unflatten(0, (batch, self.heads))
-            for item in (self.bits, self.lists, self.counts)
+            item.unflatten(0, (batch, self.heads)) for item in (self.bits, self.lists, self.counts)
         )
         return BlockPlan(*parts, query_tokens=self.qkv.tokens, key_tokens=self.qkv.tokens)
 

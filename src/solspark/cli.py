@@ -297,7 +297,7 @@ def env_command(
         if not found["devices"]:
             table.add_row("devices", "no CUDA or ROCm device")
         out.print(table)
-        _print_served(served, f"what would serve {_call_words(call)}")
+        _print_served(served, f"what would serve {call}")
 
 
 @app.command("explain")
@@ -373,7 +373,7 @@ def explain_command(
             }
             print(json.dumps(record))
             return
-        _print_served(served, f"what would serve {_call_words(call)}")
+        _print_served(served, f"what would serve {call}")
         if precision == "int8":
             out.print(_int8_words(call, served, chunk_tokens), soft_wrap=True, highlight=False)
         table = Table("expected", "value", title="cost (not measured)", title_justify="left")
@@ -525,17 +525,6 @@ def _described_call(
 def _call_record(call: AttentionCall) -> dict[str, Any]:
     """Return a call as plain data."""
     return {**asdict(call), "dtype": str(call.dtype).removeprefix("torch.")}
-
-
-def _call_words(call: AttentionCall) -> str:
-    """Return a call in words."""
-    dtype = str(call.dtype).removeprefix("torch.")
-    where = call.device_type
-    if call.capability is not None:
-        where += f" {call.capability[0]}.{call.capability[1]}"
-    keys = "" if call.key_tokens == call.query_tokens else f" over {call.key_tokens} keys"
-    shape = f"[{call.batch}, {call.query_tokens}, {call.heads}, {call.head_dim}]"
-    return f"{dtype} {shape}{keys} on {where}"
 
 
 def _plain(served: list[Served]) -> list[dict[str, Any]]:

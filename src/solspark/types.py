@@ -241,6 +241,16 @@ class AttentionCall:
     variant: str = ""
     precision: str = "native"
 
+    def __str__(self) -> str:
+        """Say type, shape and device in a line."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        where = self.device_type
+        if self.capability is not None:
+            where += f" {self.capability[0]}.{self.capability[1]}"
+        keys = "" if self.key_tokens == self.query_tokens else f" over {self.key_tokens} keys"
+        shape = f"[{self.batch}, {self.query_tokens}, {self.heads}, {self.head_dim}]"
+        return f"{dtype} {shape}{keys} on {where}"
+
 
 @dataclass(frozen=True)
 class CallRecord:
@@ -268,3 +278,10 @@ class CallRecord:
         if self.exact_pairs is None or not self.total_pairs:
             return None
         return float(self.exact_pairs.sum()) / self.total_pairs
+
+    def __str__(self) -> str:
+        """Say what served, how densely, and why the others did not; waits for the device."""
+        density = "" if self.density is None else f", density {self.density:.1%}"
+        lines = [f"{self.operation} of {self.call}: {self.implementation}{density}"]
+        lines += [f"  not {name}: {'; '.join(reasons)}" for name, reasons in self.declined]
+        return "\n".join(lines)

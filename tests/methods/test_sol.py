@@ -413,7 +413,13 @@ def test_the_last_call_names_implementation_density_and_reasons() -> None:
     assert record.implementation == stats.implementations["block_sparse_attention"]
     assert record.density == stats.density
     assert (record.call.tail, record.call.kv_splits, record.call.heads) == ("block", 2, 2)
+    first, *rest = str(record).splitlines()
+    assert first == (
+        f"sol_attn of float32 [1, 331, 2, 64] on cpu: eager, density {stats.density:.1%}"
+    )
+    assert len(rest) == len(record.declined)
     for name, why in record.declined:
+        assert f"  not {name}: {'; '.join(why)}" in rest
         operation, implementation = name.split(":")
         assert implementation in solspark.implementations(operation) and why
 

@@ -405,9 +405,9 @@ def _int8_words(call: AttentionCall, served: list[Served], chunk_tokens: int | N
         )
     best = next(item.implementation for item in served if item.operation == "qkv_producer")
     mended = [
-        f"{item.operation.partition(', ')[2]}: {'no' if best in dict(item.declined) else 'yes'}"
+        f"{item.operation.partition(' ')[2]}: {'no' if best in dict(item.declined) else 'yes'}"
         for item in served
-        if item.operation.startswith("qkv_producer, ")
+        if item.operation.startswith("qkv_producer ")
     ]
     return f"{source} Channels in the installers, unless told otherwise: {', '.join(mended)}."
 

@@ -310,7 +310,7 @@ def _check_int8(call: AttentionCall, local_radius: int, chunk_tokens: int | None
 def _explain_int8(operation: str, kind: str, call: AttentionCall) -> Served:
     """Ask every implementation of one operation about one kind of call."""
     served = _explain_operation(operation, replace(call, variant=kind))
-    return replace(served, operation=f"{operation}, {kind}") if kind else served
+    return replace(served, operation=f"{operation} {kind}") if kind else served
 
 
 def _version(package: str) -> str | None:

@@ -104,7 +104,7 @@ def test_explain_says_what_int8_does():
     assert found.exit_code == 0, found.output
     assert "in 18 chunks of 4096 rows: projected twice in a layer's first" in found.stdout
     assert "Q, K and V are never held" in found.stdout
-    assert "qkv_producer, rotated" in found.stdout and "sol_int8" in found.stdout
+    assert "qkv_producer rotated" in found.stdout and "sol_int8" in found.stdout
     assert "block_sparse_attention" not in found.stdout
     whole = invoke(f"{asked} --device cpu")
     assert "INT8 from Q, K and V" in whole.stdout

@@ -4,7 +4,9 @@
 
 Moments: one program = CHUNK sampled rows of one (batch, head), read once; the D x D partial sums
 are added in order by the next kernel, so the result does not depend on the launch. Cholesky: one
-program a matrix, which stays in registers while its columns are eliminated one by one. Features:
+program a matrix, PANEL columns at a time: what the panels before take off comes as small matrix
+products, and only inside a panel, which stays in registers, is there one column after the other.
+Features:
 one program = up to TILES tiles of 64 rows of one (batch, head), the factor stays in shared memory;
 every row is read once and written once, and its squared norm comes along for the tree.
 """
@@ -98,38 +100,51 @@ def launch_second_moments(
 
 
 @triton.jit
-def cholesky_kernel(moment_ptr, factor_ptr, D: tl.constexpr):
+def cholesky_kernel(moment_ptr, factor_ptr, D: tl.constexpr, PANEL: tl.constexpr):
     matrix = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, D)
-    j = tl.arange(0, D)
-    places = i[:, None] * D + j[None, :]
-    rest = tl.load(moment_ptr + matrix * (D * D) + places)
-    diagonal = tl.load(moment_ptr + matrix * (D * D) + i * (D + 1))
+    j = tl.arange(0, PANEL)
+    moment = moment_ptr + matrix * (D * D)
     out = factor_ptr + matrix * (D * D)
     sound = tl.full([], 1, dtype=tl.int32)
-    for column in range(0, D):
-        # The next column of what is left, and its outer product taken off the rest.
-        values = tl.sum(tl.where((j == column)[None, :], rest, 0.0), axis=1)
-        pivot = tl.sum(tl.where(i == column, values, 0.0), axis=0)
-        positive = pivot > 0.0
-        sound = tl.where(positive, sound, 0)
-        scale = tl.where(positive, 1.0 / tl.sqrt_rn(tl.where(positive, pivot, 1.0)), 0.0)
-        values = tl.where(i >= column, values * scale, 0.0)
-        tl.store(out + i * D + column, values.to(factor_ptr.dtype.element_ty))
-        rest -= values[:, None] * values[None, :]
+    for first in range(0, D, PANEL):
+        # A panel, less what the columns before it explain.
+        panel = tl.load(moment + i[:, None] * D + first + j[None, :])
+        for before in range(0, first, PANEL):
+            left = tl.load(out + i[:, None] * D + before + j[None, :])
+            right = tl.load(out + (first + j)[None, :] * D + before + j[:, None])
+            panel -= tl.dot(left, right, input_precision="ieee")
+        for c in range(0, PANEL):
+            # One column, and its outer product taken off the rest of the panel.
+            values = tl.sum(tl.where((j == c)[None, :], panel, 0.0), axis=1)
+            pivot = tl.sum(tl.where(i == first + c, values, 0.0), axis=0)
+            positive = pivot > 0.0
+            sound = tl.where(positive, sound, 0)
+            scale = tl.where(positive, 1.0 / tl.sqrt_rn(tl.where(positive, pivot, 1.0)), 0.0)
+            values = tl.where(i >= first + c, values * scale, 0.0)
+            own = i[:, None] == (first + j)[None, :]
+            across = tl.sum(tl.where(own, values[:, None], 0.0), axis=0)
+            rest = panel - values[:, None] * across[None, :]
+            panel = tl.where((j == c)[None, :], values[:, None], panel)
+            panel = tl.where((j > c)[None, :], rest, panel)
+        tl.store(out + i[:, None] * D + first + j[None, :], panel)
+        tl.debug_barrier()
     if sound == 0:
         # Not positive definite: the root of the diagonal is a metric too.
-        tl.debug_barrier()
-        root = tl.sqrt_rn(tl.maximum(diagonal, 0.0))
-        factor = tl.where(i[:, None] == j[None, :], root[:, None], 0.0)
-        tl.store(out + places, factor.to(factor_ptr.dtype.element_ty))
+        places = i[:, None] * D + i[None, :]
+        root = tl.sqrt_rn(tl.maximum(tl.load(moment + i * (D + 1)), 0.0))
+        tl.store(out + places, tl.where(i[:, None] == i[None, :], root[:, None], 0.0))
+
+
+PANEL = 16
 
 
 def launch_cholesky(moments: Tensor) -> Tensor:
     """Enqueue the lower Cholesky factors of float32 [..., D, D], contiguous."""
     dim = moments.shape[-1]
     factor = torch.empty_like(moments)
-    cholesky_kernel[(moments.numel() // (dim * dim),)](moments, factor, D=dim, num_warps=8)
+    programs = moments.numel() // (dim * dim)
+    cholesky_kernel[(programs,)](moments, factor, D=dim, PANEL=PANEL, num_warps=4)
     return factor
 
 

@@ -65,6 +65,8 @@ def test_a_documented_command_is_one_that_exists(command):
         for flag in [word for word in words[1:] if word.startswith("--")]:
             assert f'"{flag}"' in source, f"{words[0]} has no {flag}"
         return
+    if words[:2] == ["solspark", "quality"]:
+        words = ["solspark", "bench", *words[1:]]
     assert words[:2] in (["solspark", "bench"], ["-m", "solspark.bench"])
     wanted = parsed(words[2:])
     if wanted is None:
@@ -89,7 +91,7 @@ def test_commands_are_documented():
     }
     # Quality has a command of its own.
     assert levels == set(settings.LEVELS) - {"quality"}
-    assert any(command.startswith("solspark bench quality") for command in documented())
+    assert any(command.startswith("solspark quality") for command in documented())
 
 
 @pytest.mark.parametrize("rows", RUNS, ids=lambda rows: rows[0].run)

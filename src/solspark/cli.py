@@ -180,7 +180,7 @@ def generate_command(
         str | None, typer.Option(help="Attention backend of diffusers for dense calls.")
     ] = None,
     precision: Annotated[
-        str | None, typer.Option(help="Of the sparse calls: native, fp8, or with --method sol int8.")
+        str | None, typer.Option(help="Of sparse calls: native, fp8, or with --method sol int8.")
     ] = None,
     chunk_tokens: Annotated[
         int | None,

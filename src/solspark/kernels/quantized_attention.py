@@ -7,9 +7,9 @@ One program = one (query tile, head, sample), query tile fastest: programs in fl
 K and V in L2. Reads Q once and, for each query tile, every listed K and V tile once; writes out and
 LSE once. Running state (m, l, acc) in float32; INT8 products are exact in int32.
 
-Keys come in two runs: tiles that need no mask, then those that do (the ragged last one, the
-diagonal of a causal call, or all where there is a token mask). Both do the same arithmetic in the
-same order (see quantized_tile), so a mask that hides nothing changes no bit, and hidden tiles leave
+Keys come in two runs: whole tiles that every row may see but for a token mask, then those to check
+(the ragged last one, and the diagonal of a causal call). Both do the same arithmetic in the same
+order (see quantized_tile), so a mask that hides nothing changes no bit, and hidden tiles leave
 the state as it is: m starts finite, 2^(-inf - m) is 0 and the correction factor 1. A token mask and
 blocks together thus equal the joined token mask bit for bit.
 """
@@ -82,11 +82,20 @@ def _attend_tile(
     offs_d = tl.arange(0, DP)
     offs_v = tl.arange(0, DVP)
     keys = start + offs_n
-    given = 0
+    given = load_mask(
+        mask_row,
+        start,
+        offs_m,
+        keys,
+        query_tokens,
+        key_tokens,
+        smm,
+        MASK,
+        MASK_ROWS,
+        MASK_STEP,
+        CHECK,
+    )
     if CHECK:
-        given = load_mask(
-            mask_row, start, offs_m, keys, query_tokens, key_tokens, smm, MASK, MASK_ROWS, MASK_STEP
-        )
         k = load_rows(k_base, keys, key_tokens, skt, offs_d, D, DP)
         v = load_rows(v_base, keys, key_tokens, svt, offs_v, DV, DVP)
     else:
@@ -231,7 +240,7 @@ def quantized_attention_kernel(
     total = tl.zeros([BM], dtype=tl.float32)
     acc = tl.zeros([BM, DVP], dtype=tl.float32)
 
-    # How many key tiles there are, and how many of them come before the first that needs a mask.
+    # How many key tiles there are, and how many of them come before the first to check.
     SUB: tl.constexpr = BLOCK_N // BN if LISTS else 1
     row = i * BM // BLOCK_M
     list_row = index_ptr + b * slb * width + h * slh * width + row.to(tl.int64) * width
@@ -252,11 +261,9 @@ def quantized_attention_kernel(
         if CAUSAL:
             tiles = tl.minimum(tiles, tl.cdiv((i + 1) * BM, BN))
             clean = tl.minimum(clean, i * BM // BN)
-    if MASK:
-        clean = 0
 
-    # One ragged tile is not worth a pipeline; a run of masked ones is.
-    LATE_STAGES: tl.constexpr = STAGES if MASK + CAUSAL > 0 else 1
+    # One ragged tile is not worth a pipeline; a run of causal ones is.
+    LATE_STAGES: tl.constexpr = STAGES if CAUSAL else 1
 
     # The next block's number is fetched a tile ahead, so that K and V can be copied asynchronously.
     block = 0

@@ -158,7 +158,17 @@ def quantized_attention_grad_query_kernel(
             start = tile * BN
         keys = start + offs_n
         given = load_mask(
-            mask_row, start, offs_m, keys, query_tokens, key_tokens, smm, MASK, MASK_ROWS, MASK_STEP
+            mask_row,
+            start,
+            offs_m,
+            keys,
+            query_tokens,
+            key_tokens,
+            smm,
+            MASK,
+            MASK_ROWS,
+            MASK_STEP,
+            True,
         )
         k8 = load_rows(k8_ptr + b * sk8b + kv * sk8h, keys, key_tokens, sk8t, offs_d, D8, DP)
         k = load_rows(k_ptr + b * skb + kv * skh, keys, key_tokens, skt, offs_d, D, DP)
@@ -306,6 +316,7 @@ def quantized_attention_grad_key_value_kernel(
                 MASK,
                 MASK_ROWS,
                 MASK_STEP,
+                True,
             )
             q8 = load_rows(q8_ptr + b * sq8b + h * sq8h, offs_m, query_tokens, sq8t, offs_d, D8, DP)
             q = load_rows(q_ptr + b * sqb + h * sqh, offs_m, query_tokens, sqt, offs_d, D, DP)

@@ -107,9 +107,12 @@ def load_mask(
     MASK: tl.constexpr,
     MASK_ROWS: tl.constexpr,
     MASK_STEP: tl.constexpr,
+    CHECK: tl.constexpr,
 ):
-    # Flags (MASK 1) or added logits (MASK 2), [BM or 1, BN]; zero past the ends.
-    seen = offs_n < key_tokens
+    # Flags (MASK 1) or added logits (MASK 2), [BM or 1, BN]; zero past the ends (CHECK: of keys).
+    seen = offs_n >= 0
+    if CHECK:
+        seen = offs_n < key_tokens
     if MASK_ROWS:
         rows = mask_row + offs_m.to(tl.int64) * smm
         live = offs_m < query_tokens
@@ -144,22 +147,25 @@ def tile_logits(
     CAUSAL: tl.constexpr,
     CHECK: tl.constexpr,
 ):
-    # Return t and the factor that makes logits of it; -inf where a key is hidden.
+    # Return t and the factor that makes logits of it; -inf where a key is hidden. CHECK: by the end
+    # or causality, too, which tiles before both cannot be.
     t = product(q, tl.trans(k))
     if QK:
         if TILE:
             factor = tl.maximum(factor * tl.load(ks_row + start // SCALE_ROWS), LEAST)
         else:
             t *= tl.load(ks_row + offs_n)[None, :]
-    if CHECK:
-        if MASK == 2:
-            t = tl.fma(t, factor[:, None], given.to(tl.float32) * LOG2E)
-            factor = factor * 0.0 + 1.0
-        seen = (offs_n < key_tokens)[None, :]
-        if CAUSAL:
-            seen = seen & (offs_n[None, :] <= offs_m[:, None])
+    if MASK == 2:
+        t = tl.fma(t, factor[:, None], given.to(tl.float32) * LOG2E)
+        factor = factor * 0.0 + 1.0
+    if MASK == 1 or CHECK:
         if MASK == 1:
-            seen = seen & (given != 0)
+            # Flags past the end are zero.
+            seen = given != 0
+        else:
+            seen = (offs_n < key_tokens)[None, :]
+        if CHECK and CAUSAL:
+            seen = seen & (offs_n[None, :] <= offs_m[:, None])
         t = tl.where(seen, t, float("-inf"))
     return t, factor
 

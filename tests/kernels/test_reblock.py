@@ -10,9 +10,10 @@ import torch
 
 from solspark.ops._reblock_triton import heap_of, option_reasons, run_triton
 from solspark.reference import reblock as reference
+from solspark.reference import tree_numerics as numerics
 from solspark.reference.hierarchy import FANOUT_MODES
 from solspark.reference.initial_order import initial_order
-from solspark.reference.reblock import ReblockOptions
+from solspark.reference.reblock_options import ReblockOptions
 from solspark.types import TokenGrid
 
 pytest.importorskip("triton")
@@ -160,7 +161,7 @@ def test_norms_are_the_reference_bit_for_bit():
     x = gaussian(2, 70, 128, dtype=torch.float32) * gaussian(2, 70, 1, seed=1).float().exp()
     x[0, 3], x[0, 4], x[1, 5] = 0.0, math.nan, math.inf
     squares = tree_score.launch_tree_norms(x)
-    expected = reference.squared_norms(x)
+    expected = numerics.squared_norms(x)
     assert squares.isnan().equal(expected.isnan())
     assert squares.nan_to_num(-1.0, posinf=-2.0).equal(expected.nan_to_num(-1.0, posinf=-2.0))
 

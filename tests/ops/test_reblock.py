@@ -13,9 +13,10 @@ from solspark.errors import UnsupportedError
 from solspark.ops import _dispatch, _reblock_eager
 from solspark.ops import reblock as ops
 from solspark.reference import reblock as reference
+from solspark.reference import tree_numerics as numerics
 from solspark.reference.hierarchy import FANOUT_MODES
 from solspark.reference.initial_order import INITIAL_ORDERS
-from solspark.reference.reblock import ReblockOptions
+from solspark.reference.reblock_options import ReblockOptions
 from solspark.testing import nan_filled_allocations
 from solspark.types import TokenGrid
 
@@ -82,7 +83,7 @@ def test_equals_the_reference(drawn, grid, seed, dtype, heads, levels):
         x = (x * levels).round() / levels
     extra = {}
     if options.mean_mode == "input_unit":
-        extra["input_inverse_norms"] = reference.inverse_norms(gaussian(heads, grid.tokens, 4))
+        extra["input_inverse_norms"] = numerics.inverse_norms(gaussian(heads, grid.tokens, 4))
     assert_same(x, grid, options, **extra)
 
 
@@ -241,7 +242,7 @@ def test_resolving_options():
 def test_ordered_bits_sort_like_the_reference_keys():
     values = torch.tensor([math.nan, -math.nan, math.inf, 3e-45, 0.0, -0.0, -1.5, -math.inf])
     bits = _reblock_eager.ordered_bits(values).tolist()
-    ranks = [reference.order_key(float(value)) for value in values]
+    ranks = [numerics.order_key(float(value)) for value in values]
     for i in range(len(bits)):
         for j in range(len(bits)):
             assert (bits[i] < bits[j]) == (ranks[i] < ranks[j])
@@ -251,7 +252,7 @@ def test_known_norms_are_used():
     grid, x = TokenGrid(3, 10, 11), gaussian(2, 330, 16, dtype=torch.bfloat16)
     plain = ops.reblock(x, grid_shape=grid)
     squares = ops.squared_norms(x)
-    assert squares.equal(reference.squared_norms(x))
+    assert squares.equal(numerics.squared_norms(x))
     assert ops.reblock(x, grid_shape=grid, squares=squares).permutation.equal(plain.permutation)
     # With all of them equal the lowest ids are excluded.
     flat = ops.reblock(x, grid_shape=grid, squares=torch.ones(2, 330))
@@ -265,8 +266,8 @@ def test_known_norms_are_used():
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 5)])
 def test_squared_norms_of_any_leading_shape(shape: tuple[int, ...]):
     x = gaussian(*shape, 7, dtype=torch.float16)
-    assert ops.squared_norms(x).equal(reference.squared_norms(x))
-    assert ops.inverse_norms(x).equal(reference.inverse_norms(x))
+    assert ops.squared_norms(x).equal(numerics.squared_norms(x))
+    assert ops.inverse_norms(x).equal(numerics.inverse_norms(x))
 
 
 @settings(max_examples=12, deadline=None)

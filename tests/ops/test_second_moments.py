@@ -9,7 +9,7 @@ from solspark.errors import UnsupportedError
 from solspark.ops import _dispatch
 from solspark.ops import second_moments as ops
 from solspark.reference import second_moments as reference
-from solspark.reference.reblock import squared_norms
+from solspark.reference.tree_numerics import squared_norms
 from solspark.testing import nan_filled_allocations
 from solspark.types import TokenGrid
 

@@ -10,10 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from solspark.reference import reblock as tree
+from solspark.reference import tree_numerics as numerics
+from solspark.reference import tree_split as split
 from solspark.reference.hierarchy import FANOUT_MODES, proxy_topology
 from solspark.reference.initial_order import INITIAL_ORDERS, initial_order
-from solspark.reference.reblock import ReblockOptions, ReblockResult, reblock
+from solspark.reference.reblock import reblock
+from solspark.reference.reblock_options import ReblockOptions, ReblockResult, landmark_count
 from solspark.types import TokenGrid
 
 
@@ -114,7 +116,7 @@ def make_options(drawn: dict) -> ReblockOptions:
 def test_every_option_gives_a_well_formed_tree(drawn, grid, seed, dtype):
     options = make_options(drawn)
     x = gaussian(grid.tokens, 8, seed=seed, dtype=dtype)
-    norms = tree.inverse_norms(gaussian(grid.tokens, 8, seed=seed + 1))
+    norms = numerics.inverse_norms(gaussian(grid.tokens, 8, seed=seed + 1))
     result = reblock(x, grid=grid, options=options, input_inverse_norms=norms)
     assert_well_formed(result, grid.tokens)
     order = initial_order(grid, options.initial_order).tolist()
@@ -225,7 +227,7 @@ def test_fit_by_hand():
     """Four landmarks on a line through angle space: seeds, one divided landmark, weighted means."""
     centres = torch.tensor([[1.0, 0.0], [3.0, 4.0], [0.0, 2.0], [4.0, 3.0]], dtype=torch.float64)
     options = ReblockOptions(proxy_iterations=1)
-    fit = tree.fit_proxy(centres, [2, 2, 2, 2], 5, options)
+    fit = split.fit_proxy(centres, [2, 2, 2, 2], 5, options)
     # Farthest pair: 0 and 2. Order by angle: 0, 3, 1, 2; five units: all of 0 and 3, half of 1.
     assert fit.left_weights == [2, 1, 0, 2]
     assert fit.right_weights == [0, 1, 2, 0]
@@ -235,54 +237,54 @@ def test_fit_by_hand():
 
 def test_no_iteration_keeps_the_seeds_but_divides_the_weights():
     centres = torch.tensor([[1.0, 0.0], [3.0, 4.0], [0.0, 2.0], [4.0, 3.0]], dtype=torch.float64)
-    fit = tree.fit_proxy(centres, [2, 2, 2, 2], 4, ReblockOptions(proxy_iterations=0))
+    fit = split.fit_proxy(centres, [2, 2, 2, 2], 4, ReblockOptions(proxy_iterations=0))
     assert fit.left_weights == [2, 0, 0, 2]
     assert fit.left.equal(centres[0]) and fit.right.equal(centres[2])
 
 
 def test_seeds_break_ties_by_the_first_pair_and_skip_weightless_landmarks():
-    assert tree._seeds([[0.0] * 4] * 4, [1, 2, 3], "farthest_pair") == (1, 2)
-    assert tree._seeds([[0.0] * 4] * 4, [1, 2, 3], "endpoint_order") == (1, 3)
-    assert tree._seeds([[0.0] * 4] * 4, [2], "farthest_pair") == (2, 2)
+    assert split._seeds([[0.0] * 4] * 4, [1, 2, 3], "farthest_pair") == (1, 2)
+    assert split._seeds([[0.0] * 4] * 4, [1, 2, 3], "endpoint_order") == (1, 3)
+    assert split._seeds([[0.0] * 4] * 4, [2], "farthest_pair") == (2, 2)
 
 
 def test_medoid_is_the_cheapest_landmark_with_weight():
     centres = torch.tensor([[1.0, 0.0], [1.0, 0.1], [1.0, 0.2], [0.0, 1.0]], dtype=torch.float64)
-    distances = tree._landmark_distances(centres, "cosine")
+    distances = split._landmark_distances(centres, "cosine")
     options = ReblockOptions(update_rule="medoid")
-    assert tree._update(centres, distances, [1, 1, 1, 0], options).equal(centres[1])
-    assert tree._update(centres, distances, [1, 0, 1, 0], options).equal(centres[0])
+    assert split._update(centres, distances, [1, 1, 1, 0], options).equal(centres[1])
+    assert split._update(centres, distances, [1, 0, 1, 0], options).equal(centres[0])
 
 
 def test_landmarks_stand_in_the_middle_of_their_intervals():
     rows = torch.arange(10.0, dtype=torch.float64)[:, None]
-    centres, lengths = tree.landmarks(rows, 4, "midpoint", torch.float32)
+    centres, lengths = split.landmarks(rows, 4, "midpoint", torch.float32)
     assert lengths == [2, 3, 2, 3]
     assert centres[:, 0].tolist() == [1, 3, 6, 8]
-    means, _ = tree.landmarks(rows, 4, "mean", torch.float32)
+    means, _ = split.landmarks(rows, 4, "mean", torch.float32)
     assert means[:, 0].tolist() == [0.5, 3, 5.5, 8]
 
 
 def test_landmark_count_of_groups():
-    assert [tree.landmark_count(n, 32, 1) for n in (128, 16)] == [32, 16]
-    assert [tree.landmark_count(n, 32, 8) for n in (16, 24, 32, 64)] == [16, 16, 32, 32]
-    assert tree.landmark_count(48, 64, 4) == 32
-    assert tree.landmark_count(192, 256, 1) == 192
+    assert [landmark_count(n, 32, 1) for n in (128, 16)] == [32, 16]
+    assert [landmark_count(n, 32, 8) for n in (16, 24, 32, 64)] == [16, 16, 32, 32]
+    assert landmark_count(48, 64, 4) == 32
+    assert landmark_count(192, 256, 1) == 192
 
 
 def test_routing_meets_capacities_and_breaks_ties_by_token_id():
     (node,) = proxy_topology([2, 3])
     atoms = [[40], [10], [30], [20], [50]]
-    left, right = tree._route([0, 1, 2, 3, 4], [0.0, -0.0, 0.0, math.nan, -1.0], atoms, node)
+    left, right = split._route([0, 1, 2, 3, 4], [0.0, -0.0, 0.0, math.nan, -1.0], atoms, node)
     assert left == [4, 1]
     assert right == [2, 0, 3]
 
 
 def test_order_of_keys():
     values = [math.nan, math.inf, 1.0, 0.0, -1.0, -math.inf]
-    ranked = sorted(values, key=tree.order_key)
+    ranked = sorted(values, key=numerics.order_key)
     assert ranked[:5] == [-math.inf, -1.0, 0.0, 1.0, math.inf] and math.isnan(ranked[5])
-    assert tree.order_key(-0.0) == tree.order_key(0.0)
+    assert numerics.order_key(-0.0) == numerics.order_key(0.0)
 
 
 # Numerics (1.7, 1.8)
@@ -316,7 +318,7 @@ def test_input_unit_means_with_the_own_norms_are_metric_unit_means():
         x,
         grid=grid,
         options=ReblockOptions(mean_mode="input_unit"),
-        input_inverse_norms=tree.inverse_norms(x),
+        input_inverse_norms=numerics.inverse_norms(x),
     )
     assert own.permutation.equal(metric.permutation)
 
@@ -340,7 +342,7 @@ def test_tokens_without_a_norm_sort_last_and_disturb_no_direction():
 
 def test_a_norm_beyond_float32_counts_as_none():
     x = torch.tensor([[1e30, 0.0], [3.0, 4.0], [0.0, 0.0]])
-    inverse = tree.inverse_norms(x)
+    inverse = numerics.inverse_norms(x)
     assert math.isnan(inverse[0]) and inverse[1] == torch.tensor(0.2)
     assert inverse[2] == torch.tensor(1e-12).reciprocal()
 
@@ -354,9 +356,9 @@ def test_float64_copies_of_rounded_inputs_give_the_same_tree():
 def test_score_precisions_differ_by_the_rounding_of_float16():
     rows, direction = gaussian(500, 128), gaussian(1, 128, seed=1).double()
     direction /= direction.norm()
-    narrow = tree._cosines(rows, direction, "fp16")
+    narrow = split._cosines(rows, direction, "fp16")
     exact = torch.nn.functional.cosine_similarity(rows.double(), direction)[:, None]
-    wide = tree._cosines(rows, direction, "fp32")
+    wide = split._cosines(rows, direction, "fp32")
     assert (wide - exact).abs().max() <= 2**-24
     assert 2**-24 < (narrow - exact).abs().max() < 2**-11
 
@@ -364,8 +366,8 @@ def test_score_precisions_differ_by_the_rounding_of_float16():
 def test_float16_products_are_summed_exactly():
     rows, direction = gaussian(200, 128), gaussian(1, 128, seed=1).double()
     turned = torch.randperm(128, generator=torch.manual_seed(2))
-    straight = tree._cosines(rows, direction, "fp16")
-    assert tree._cosines(rows[:, turned], direction[:, turned], "fp16").equal(straight)
+    straight = split._cosines(rows, direction, "fp16")
+    assert split._cosines(rows[:, turned], direction[:, turned], "fp16").equal(straight)
 
 
 # Options and records

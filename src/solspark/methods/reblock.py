@@ -100,8 +100,8 @@ def spark_reblock(
         RuntimeError: with `validate`, when the result is no permutation.
         UnsupportedError: the implementation asked for cannot serve.
 
-    Numerics: `solspark.reference.reblock`: norms in float32, scores of float16 operands rounded to
-        float32, -0.0 equal to +0.0, NaN last, ties to the lower id.
+    Numerics: `solspark.reference.tree_numerics`: norms in float32, scores of float16 operands
+        rounded to float32, -0.0 equal to +0.0, NaN last, ties to the lower id.
 
     Source: spec/spark.md section 1.
     """

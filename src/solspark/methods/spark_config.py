@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from solspark.ops.block_sparse_attention import PRECISIONS
 from solspark.ops.reweight import check_reweight_options
-from solspark.reference.reblock import ReblockOptions
+from solspark.reference.reblock_options import ReblockOptions
 
 RESOLVED_EXECUTIONS = (
     "threshold",

@@ -1,7 +1,8 @@
 """The landmark tree in batched torch: all trees of a chunk and all equal nodes of a level at once.
 
 Nothing here waits for the device, and every shape follows from the hierarchy alone. What is
-computed, and how it is rounded, is written in `solspark.reference.reblock`.
+computed is written in `solspark.reference.reblock`, how it is rounded in
+`solspark.reference.tree_numerics`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from torch import Tensor
 
 from solspark.reference.hierarchy import CapacityHierarchy, NodeBatch, ProxyNode, proxy_topology
 from solspark.reference.initial_order import initial_order
-from solspark.reference.reblock import (
-    ReblockOptions,
-    landmark_count,
+from solspark.reference.reblock_options import ReblockOptions, landmark_count
+from solspark.reference.tree_numerics import (
     norms_to_inverse,
     snap,
     squared_norms,

@@ -11,7 +11,8 @@ from torch import Tensor
 from solspark.ops import _triton
 from solspark.ops._reblock_eager import initial_order_on, root_order
 from solspark.reference.hierarchy import CapacityHierarchy, proxy_topology
-from solspark.reference.reblock import ReblockOptions, norms_to_inverse
+from solspark.reference.reblock_options import ReblockOptions
+from solspark.reference.tree_numerics import norms_to_inverse
 from solspark.types import BLOCK, AttentionCall, TokenGrid
 
 TOGETHER = (128, 256, 512, 1024, 2048, 4096, 8192)

@@ -17,14 +17,11 @@ from solspark.ops import _dispatch, _triton
 from solspark.ops._reblock_eager import run_eager
 from solspark.ops._reblock_triton import option_reasons, run_triton, triton_reasons
 from solspark.reference.hierarchy import CapacityHierarchy, capacity_hierarchy
-from solspark.reference.reblock import (
-    ReblockOptions,
-    ReblockResult,
-    norms_to_inverse,
-)
-from solspark.reference.reblock import as_result as wrap_permutation
 from solspark.reference.reblock import reblock as reference_reblock
-from solspark.reference.reblock import squared_norms as squares_in_float64
+from solspark.reference.reblock_options import ReblockOptions, ReblockResult
+from solspark.reference.reblock_options import as_result as wrap_permutation
+from solspark.reference.tree_numerics import norms_to_inverse
+from solspark.reference.tree_numerics import squared_norms as squares_in_float64
 from solspark.types import BLOCK, AttentionCall, TokenGrid
 
 __all__ = [
@@ -133,9 +130,9 @@ def reblock(
         RuntimeError: with `validate`, when the result is no permutation.
         UnsupportedError: the implementation asked for cannot serve.
 
-    Numerics: `solspark.reference.reblock`. On the CPU the permutation is that of the reference; an
-        implementation that sums scores in float32 may swap tokens whose scores agree to its
-        rounding.
+    Numerics: `solspark.reference.tree_numerics`. On the CPU the permutation is that of the
+        reference; an implementation that sums scores in float32 may swap tokens whose scores agree
+        to its rounding.
 
     Source: spec/spark.md section 1.
     """

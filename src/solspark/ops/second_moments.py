@@ -14,7 +14,6 @@ from solspark.errors import UnsupportedError
 from solspark.ops import _dispatch, _triton
 from solspark.ops._reblock_eager import score_dtype
 from solspark.ops.reblock import squared_norms
-from solspark.reference.reblock import inverse_norms
 from solspark.reference.second_moments import (
     DEFAULT_RIDGE,
     ESTIMATORS,
@@ -26,6 +25,7 @@ from solspark.reference.second_moments import (
     sample_tokens,
 )
 from solspark.reference.second_moments import metric_factor as reference_factor
+from solspark.reference.tree_numerics import inverse_norms
 from solspark.types import BLOCK, AttentionCall, TokenGrid
 
 __all__ = ["features", "metric_factor", "reblock_features", "second_moments"]
@@ -395,9 +395,7 @@ def _moments(
     return torch.stack([_eager_moments(x, own, mode, estimator, ridge) for x in tensors])
 
 
-_moments_operator = torch.library.custom_op(
-    "solspark::second_moments", _moments, mutates_args=()
-)
+_moments_operator = torch.library.custom_op("solspark::second_moments", _moments, mutates_args=())
 
 
 @_moments_operator.register_fake

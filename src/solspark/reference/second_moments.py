@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from solspark.reference.initial_order import initial_order
-from solspark.reference.reblock import inverse_norms
+from solspark.reference.tree_numerics import inverse_norms
 from solspark.types import BLOCK, TokenGrid
 
 ESTIMATORS = (

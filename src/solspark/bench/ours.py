@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from solspark import last_call
 from solspark.bench.baselines import best_dense, judge_lists, listed_flops, sized_lists
 from solspark.bench.case import (
     Case,
@@ -470,9 +471,17 @@ def _int8(inputs: Inputs, options: dict[str, Any]) -> Case:
     return Case(
         run=lambda: attend(inputs.query, inputs.key, inputs.value, **known),
         judge=lambda out: judge_near(inputs, out, 1.0),
+        density=lambda out: _int8_density(),
         error=lambda out: error_against_dense(inputs, out),
         precision="int8",
     )
+
+
+def _int8_density() -> float:
+    """Return the share of block pairs that the newest call read exactly."""
+    record = last_call()
+    assert record is not None and record.density is not None
+    return record.density
 
 
 LOUD = {
@@ -515,7 +524,7 @@ def _int8_outliers(inputs: Inputs, options: dict[str, Any]) -> Case:
     )
 
 
-@method("call", "sol-int8-chunked", "topk_ratio", "tau", "token_aug", "primed")
+@method("call", "sol-int8-chunked", "topk_ratio", "tau", "token_aug", "primed", "impl")
 def _int8_chunked(inputs: Inputs, options: dict[str, Any]) -> Case:
     """Build the INT8 call over a fused projection in chunks, cold or primed."""
     (attend,) = _optional("solspark.int8", "sol_attn_chunked")
@@ -538,16 +547,17 @@ def _int8_chunked(inputs: Inputs, options: dict[str, Any]) -> Case:
     state: dict[str, Any] = {}
 
     def call() -> Any:
-        return attend(chunks, tokens, heads, rotation, norms, **state, **known)
+        return attend(chunks, tokens, heads, rotation, norms, **{**known, **state})
 
     if primed:
-        _, kmean, vscale = call()
-        state.update(kmean=kmean, vscale=vscale)
+        # With `balance` its factors come back too.
+        state.update(zip(("kmean", "vscale", "balance"), call()[1:], strict=False))
     return Case(
         run=lambda: call()[0],
         judge=lambda out: Verdict(
             "pass" if bool(out.isfinite().all()) else "not finite", float("nan")
         ),
+        density=lambda out: _int8_density(),
         precision="int8",
     )
 

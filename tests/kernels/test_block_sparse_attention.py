@@ -14,6 +14,7 @@ from solspark._checks import normalise_key_bias
 from solspark.ops._block_sparse_triton import operator, run_kernel
 from solspark.reference.block_sparse_attention import block_sparse_attention as reference
 from solspark.reference.pool import pool
+from solspark.reference.quantize_fp8 import fp8_attention_inputs
 from solspark.reference.select_blocks import plan_from_mask
 from solspark.testing import (
     assert_close_to_oracle,
@@ -57,6 +58,7 @@ def run(
     key_bias: Tensor | None = None,
     scale: float | None = None,
     kv_splits: int = 1,
+    precision: str = "native",
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attend with the kernel, on free memory full of NaN."""
@@ -66,7 +68,7 @@ def run(
     bias = normalise_key_bias(key_bias, query.shape[0], query.shape[2], key.shape[1], key)
     with nan_filled_allocations():
         return run_kernel(
-            *tensors, plan, summaries, scale, bias, tail, kv_splits, "native", return_lse
+            *tensors, plan, summaries, scale, bias, tail, kv_splits, precision, return_lse
         )
 
 
@@ -242,6 +244,86 @@ def test_large_and_zero_inputs(tail: str):
     assert not out.any()
 
 
+@pytest.fixture
+def right_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round to e4m3 as hardware does; the interpreter loses the carry."""
+    from triton.language import float8e4nv
+    from triton.runtime import interpreter
+
+    original = interpreter._convert_float
+
+    def convert(data, input_dtype, output_dtype, rounding):
+        if output_dtype != float8e4nv:
+            return original(data, input_dtype, output_dtype, rounding)
+        rounded = torch.from_numpy(data.copy()).to(torch.float8_e4m3fn)
+        return rounded.view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+def check_fp8(
+    tensors: Tensors, mask: Tensor, summaries: BlockSummaries | None, **options: Any
+) -> None:
+    """Judge by attention on the rounded inputs: only probabilities may be rounded beyond."""
+    out, lse = run(tensors, mask, summaries, precision="fp8", **options)
+    options.pop("kv_splits", None)
+    *rounded, summaries = fp8_attention_inputs(*tensors, summaries)
+    if summaries is not None:
+        summaries = replace(
+            summaries, keys=summaries.keys.double(), values=summaries.values.double()
+        )
+    tokens = {"query_tokens": tensors[0].shape[1], "key_tokens": tensors[1].shape[1]}
+    wanted = reference(
+        *(item.double() for item in rounded),
+        plan_from_mask(mask, **tokens),
+        summaries=summaries,
+        return_lse=True,
+        **options,
+    )
+    assert float((out - wanted[0]).norm()) <= 0.035 * float(wanted[0].norm())
+    torch.testing.assert_close(lse, wanted[1].float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.interpreted
+@pytest.mark.usefixtures("right_rounding")
+@pytest.mark.parametrize(
+    ("tail", "options"),
+    [
+        ("none", {}),
+        ("query", {}),
+        ("query", {"kv_splits": 3}),
+        ("query", {"scale": -0.2, "key_bias": True}),
+    ],
+    ids=["lists", "tail", "splits", "bias"],
+)
+def test_fp8(tail: str, options: dict[str, Any]):
+    for tokens, dim in ((1, 64), (331, 128)):
+        tensors = make_qkv(2, tokens, 2, dim, dtype=HALF, layout="fused")
+        given = dict(options)
+        bias = torch.randn(2, tokens) if given.pop("key_bias", False) else None
+        summaries = summaries_of(tensors, tail, bias)
+        mask = random_mask(2, 2, tokens, tokens, density=0.4)
+        check_fp8(tensors, mask, summaries, tail=tail, key_bias=bias, **given)
+
+
+@pytest.mark.interpreted
+@pytest.mark.usefixtures("right_rounding")
+def test_fp8_heads_parents_and_places():
+    tensors = make_qkv(1, 200, 4, 64, key_heads=2, dtype=HALF)
+    mask = random_mask(1, 4, 200, 200, density=0.6)
+    check_fp8(tensors, mask, None, tail="none")
+    tensors = make_qkv(1, 200, 2, 64, dtype=HALF)
+    means = tensors[1][:, :128].view(1, 2, 64, 2, 64)[:, :, :4].transpose(2, 3)
+    parents = torch.tensor([0, 1, 1, 0], dtype=torch.int32)
+    summaries = BlockSummaries(means, means * 0.1, torch.randn(means.shape[:4]), parents)
+    check_fp8(tensors, mask[:, :2], summaries)
+    # One key takes all of a row's weight; its value names the key.
+    key = (30.0 * torch.eye(64)).to(HALF).view(1, 64, 1, 64)
+    value = torch.eye(64).flip(0).to(HALF).view(1, 64, 1, 64)
+    out, _ = run((key, key, value), torch.ones(1, 1, 1, 1, dtype=torch.bool), None, precision="fp8")
+    assert out.equal(value)
+
+
 @pytest.mark.interpreted
 def test_wide_list_entries():
     """Lists of 32-bit block numbers, as of 32,768 key blocks and more."""
@@ -281,6 +363,7 @@ def launcher(
     return_lse: bool = False,
     kv_splits: int = 1,
     scale: float = 0.1,
+    precision: str = "native",
 ):
     tensors = make_qkv(*shape, dtype=dtype)
     batch, tokens, heads, dim = shape
@@ -299,6 +382,7 @@ def launcher(
         key_bias=torch.zeros(batch, 1, tokens) if biased else None,
         scale=scale,
         kv_splits=kv_splits,
+        precision=precision,
         return_lse=return_lse,
     )
 
@@ -328,6 +412,14 @@ def test_compiles(record_launches, compile_launch, target: str, monkeypatch):
             assert "wgmma.mma_async" in ptx
 
 
+@pytest.mark.parametrize("fp8_target", ["sm_89", "sm_90", "sm_120"])
+def test_fp8_compiles(record_launches, compile_launch, fp8_target: str):
+    *_, attention = record_launches(launcher(precision="fp8", return_lse=True))
+    ptx = compile_launch(attention, fp8_target).asm["ptx"]
+    assert ".f32.e4m3.e4m3" in ptx
+    assert ptx.count("cp.async.cg.shared.global") >= 8
+
+
 def test_nothing_compiles_again_for_other_sizes_and_options(record_launches):
     def variants(**options: Any) -> list[str]:
         return [launch.key for launch in record_launches(launcher(**options))]
@@ -339,6 +431,7 @@ def test_nothing_compiles_again_for_other_sizes_and_options(record_launches):
         {"biased": True},
         {"parents": 3},
         {"kv_splits": 3},
+        {"precision": "fp8"},
     ]
     for kind in kinds:
         first = variants(shape=(1, 64, 1, 64), scale=1.0, **kind)

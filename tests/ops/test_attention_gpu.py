@@ -63,7 +63,7 @@ GIB = 2**30
 Tensors = tuple[Tensor, Tensor, Tensor]
 
 
-def why_not(impl: str) -> list[str]:
+def why_not(impl: str, **options: Any) -> list[str]:
     """Return why an implementation serves no plain call on this device."""
     call = AttentionCall(
         batch=1,
@@ -75,6 +75,7 @@ def why_not(impl: str) -> list[str]:
         device_type=DEVICE,
         capability=_dispatch.capability(torch.device(DEVICE)),
         key_heads=2,
+        **options,
     )
     return reasons("block_sparse_attention", impl, call)
 
@@ -335,10 +336,14 @@ def test_extreme_inputs(impl: str, dtype: torch.dtype):
 
 
 def check_fp8(
-    tensors: Tensors, plan: BlockPlan, summaries: BlockSummaries | None, **options: Any
+    impl: str,
+    tensors: Tensors,
+    plan: BlockPlan,
+    summaries: BlockSummaries | None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Judge by attention on the rounded inputs: only probabilities may be rounded beyond."""
-    found = attend("hopper", tensors, plan, summaries, precision="fp8", **options)
+    found = attend(impl, tensors, plan, summaries, precision="fp8", **options)
     bias = normalise_key_bias(options.pop("key_bias", None), *key_shape(tensors), tensors[1])
     if bias is not None:
         dead = (bias == -math.inf).transpose(1, 2)[..., None]
@@ -364,64 +369,65 @@ def key_shape(tensors: Tensors) -> tuple[int, int, int]:
     return tensors[0].shape[0], tensors[0].shape[2], tensors[1].shape[1]
 
 
-@pytest.fixture
-def fp8_device() -> None:
-    obstacles = why_not("hopper")
+@pytest.fixture(params=IMPLEMENTATIONS)
+def fp8_impl(request: pytest.FixtureRequest) -> str:
+    obstacles = why_not(request.param, precision="fp8")
     if obstacles:
         pytest.skip("; ".join(obstacles))
+    return request.param
 
 
-@pytest.mark.usefixtures("fp8_device")
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 128), (torch.float16, 64)], ids=str)
-def test_fp8_tails_and_lengths(dtype: torch.dtype, dim: int):
+def test_fp8_tails_and_lengths(fp8_impl: str, dtype: torch.dtype, dim: int):
     for tail in ("none", "query"):
         for query_tokens, key_tokens in ((1, 1), (63, 64), (65, 331), (331, 65), (1001, 503)):
             tensors = qkv(2, query_tokens, 3, dim, key_tokens=key_tokens, dtype=dtype)
-            found = check_fp8(tensors, random_plan(tensors), summaries_of(tensors, tail), tail=tail)
+            found = check_fp8(
+                fp8_impl, tensors, random_plan(tensors), summaries_of(tensors, tail), tail=tail
+            )
             again = attend(
-                "hopper", tensors, random_plan(tensors), summaries_of(tensors, tail), tail=tail,
+                fp8_impl, tensors, random_plan(tensors), summaries_of(tensors, tail), tail=tail,
                 precision="fp8",
             )  # fmt: skip
             assert same(found, again)
 
 
-@pytest.mark.usefixtures("fp8_device")
-def test_fp8_finds_each_value_in_its_place():
+def test_fp8_finds_each_value_in_its_place(fp8_impl: str):
     """One key takes all of a row's weight; its value names the key."""
     key = 30.0 * torch.eye(128, device=DEVICE).bfloat16().view(1, 128, 1, 128)
     value = torch.zeros(1, 128, 1, 128, device=DEVICE, dtype=torch.bfloat16)
     places = torch.arange(128, device=DEVICE)
     value[0, places, 0, places.flip(0)] = 1.0
     plan = plan_of(torch.ones(1, 1, 2, 2, dtype=torch.bool), (key, key, value))
-    out, _ = attend("hopper", (key, key, value), plan, None, precision="fp8")
+    out, _ = attend(fp8_impl, (key, key, value), plan, None, precision="fp8")
     assert out.equal(value)
 
 
-@pytest.mark.usefixtures("fp8_device")
-def test_fp8_options():
+def test_fp8_options(fp8_impl: str):
     tensors = qkv(2, 700, 4, 128, key_heads=2, dtype=torch.bfloat16)
     scaled = (tensors[0] * 3, tensors[1] * torch.tensor([[1.0], [40.0]], device=DEVICE), tensors[2])
-    check_fp8((scaled[0], scaled[1].bfloat16(), scaled[2]), random_plan(tensors), None)
+    scaled = (scaled[0], scaled[1].bfloat16(), scaled[2])
+    check_fp8(fp8_impl, scaled, random_plan(tensors), None)
     tensors = qkv(2, 700, 3, 128, dtype=torch.bfloat16, layout="fused")
     plan = random_plan(tensors, 0.6)
     bias = torch.randn(2, 3, 700, device=DEVICE)
     bias[0, :, 64:128] = bias[0, :, 5:9] = bias[0, :, 640:] = -math.inf
     for scale in (-0.1, 0.0, 0.3):
-        check_fp8(tensors, plan, summaries_of(tensors, bias=bias), key_bias=bias, scale=scale)
+        summaries = summaries_of(tensors, bias=bias)
+        check_fp8(fp8_impl, tensors, plan, summaries, key_bias=bias, scale=scale)
     first = tensors[1][:, :640].reshape(2, 10, 64, 3, 128)
     keys = torch.stack([first.mean(2), first[:, :, 3]], 1).transpose(2, 3)
     keys = torch.cat([keys, keys[:, :, :, :1]], 3)
     mass = torch.randn(keys.shape[:4], device=DEVICE)
     rows = torch.tensor([0, 1] * 5 + [1], dtype=torch.int32, device=DEVICE)
-    check_fp8(tensors, plan, BlockSummaries(keys, keys * 0.01, mass, rows))
+    check_fp8(fp8_impl, tensors, plan, BlockSummaries(keys, keys * 0.01, mass, rows))
 
 
-@pytest.mark.usefixtures("fp8_device")
-def test_fp8_on_video_activations():
+def test_fp8_on_video_activations(fp8_impl: str):
     """The bar of low precision: 3 % of relative L2 against the result in the input type."""
     activations = video_activations("h3-5s", heads=[0, 1, 2, 3, 4], device=DEVICE)
-    exact = sol_attn(*activations, topk_ratio=0.1, impl="hopper").double()
-    found = sol_attn(*activations, topk_ratio=0.1, impl="hopper", precision="fp8")
+    exact = sol_attn(*activations, topk_ratio=0.1, impl=fp8_impl).double()
+    found = sol_attn(*activations, topk_ratio=0.1, impl=fp8_impl, precision="fp8")
     assert float((found - exact).norm() / exact.norm()) < 0.03
 
 

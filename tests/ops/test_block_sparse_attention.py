@@ -328,6 +328,17 @@ def test_fp8_rounds_one_number_as_e4m3_does() -> None:
     assert out[0, 0, 0, [0, 1, 2, 3, 4, 6, 7]].tolist() == nearest[:5] + nearest[6:]
 
 
+def test_fp8_heads_that_share_keys_may_mask_different_ones() -> None:
+    query, key, value = make_qkv(1, 200, 4, 64, key_heads=2)
+    plan = plan_from_mask(random_mask(1, 4, 200, 200), query_tokens=200, key_tokens=200)
+    bias = torch.zeros(1, 4, 200)
+    bias[0, 1::2, :70] = -math.inf
+    options: dict[str, Any] = {"key_bias": bias, "precision": "fp8"}
+    found = block_sparse_attention(query, key, value, plan, **options)
+    wide = (item.repeat_interleave(2, 2) for item in (key, value))
+    assert found.equal(block_sparse_attention(query, *wide, plan, **options))
+
+
 def test_fp8_masked_keys_have_no_effect_whatever_they_hold() -> None:
     query, key, value = make_qkv(1, 200, 2, 64)
     plan = plan_from_mask(random_mask(1, 2, 200, 200), query_tokens=200, key_tokens=200)

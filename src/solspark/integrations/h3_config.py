@@ -181,7 +181,7 @@ class H3SparseAttentionConfig:
         landmark_tree_v2_*: see `ReblockConfig`, by the names of `REBLOCK_NAMES`.
         rope_sol_key_ridge_epsilon: ridge of the second moments.
         precision: "native", the model's type, or of the sparse calls "fp8": e4m3 operands of the
-            sparse rows, on compute capability 9.0 half the bytes and no faster elsewhere; or "int8"
+            sparse rows, half the bytes (kernels from compute capability 8.9 on); or "int8"
             (Sol without reordering, H3's head dim of 128): Q and K with one INT8 scale a token, V
             with one a channel; context rows are exact, in INT8 as well. Skipped blocks enter once a
             query block, so that `sol_tail_granularity` is "block" (or "none").

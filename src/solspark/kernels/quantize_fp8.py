@@ -54,6 +54,12 @@ def _power_of_two(largest):
     return scale, inverse
 
 
+@triton.jit
+def key_at_place(place):
+    """Place 16c + 4t + 2u + e of a tile holds key 16c + 8u + 2t + e."""
+    return (place & 48) | ((place & 2) << 2) | ((place & 12) >> 1) | (place & 1)
+
+
 @triton.jit(do_not_specialize=["chunks", "tokens", "heads"])
 def ranges_kernel(
     k_ptr,
@@ -166,9 +172,7 @@ def round_values_kernel(
     b = bh // heads
     h = bh % heads
     places = tl.arange(0, ROWS)
-    # Place 16c + 4t + 2u + e of a tile holds key 16c + 8u + 2t + e.
-    key = (places & 48) | ((places & 2) << 2) | ((places & 12) >> 1) | (places & 1)
-    offs = n.to(tl.int64) * ROWS + key
+    offs = n.to(tl.int64) * ROWS + key_at_place(places)
     offs_d = tl.arange(0, D)
     x = tl.load(
         x_ptr + b * sxb + h * sxh + offs[:, None] * sxt + offs_d[None, :],

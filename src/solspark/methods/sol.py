@@ -100,8 +100,8 @@ def sol_attn(
         force_local_blocks: the older spelling: True is radius 1, False is -1; an int is the radius.
         kv_splits: attend in that many contiguous ranges of key blocks and merge.
         precision: "native", or "fp8": after planning in the input type, queries, keys, values and
-            means are rounded to e4m3, half the bytes. On compute capability 9.0 a kernel of its own
-            serves it; elsewhere it is exact arithmetic on the rounded numbers, and no faster.
+            means are rounded to e4m3, half the bytes. Kernels serve it from compute capability 8.9
+            on; elsewhere it is exact arithmetic on the rounded numbers, and no faster.
         return_lse: also return the log of the denominator.
         return_stats: also return SolStats.
         impl: "eager", "triton" or "hopper" for the attention, and for planning where it has one of

@@ -44,16 +44,15 @@ def _launch(
         from solspark.kernels.hopper.block_sparse_attention import launch_block_sparse_attention
 
         query, key, value = (_begin_aligned(tensor) for tensor in (query, key, value))
-        if precision == "fp8":
-            from solspark.kernels.quantize_fp8 import launch_quantize_fp8
-
-            with torch.cuda.device_of(query):
-                options["fp8"] = launch_quantize_fp8(query, key, value, summaries)
     else:
         from solspark.kernels.block_sparse_attention import launch_block_sparse_attention
 
         options |= {"tail": tail, "kv_splits": kv_splits}
     with torch.cuda.device_of(query):
+        if precision == "fp8":
+            from solspark.kernels.quantize_fp8 import launch_quantize_fp8
+
+            options["fp8"] = launch_quantize_fp8(query, key, value, summaries)
         out, lse = launch_block_sparse_attention(
             query, key, value, plan, summaries, key_bias, **options
         )
@@ -109,12 +108,13 @@ def run_kernel(
         )
     lists = (plan.bits.contiguous(), plan.indices.contiguous(), plan.counts.contiguous())
     bias = None if key_bias is None else key_bias.float().contiguous()
-    if hopper and bias is not None:
-        # Its matrix products read values as they lie in memory, and 0 * NaN is NaN.
+    if bias is not None and (hopper or precision == "fp8"):
+        # Hopper's matrix products read values as they lie in memory, and 0 * NaN is NaN; the scales
+        # of FP8 come from all keys and values.
         dead = (bias == -math.inf).transpose(1, 2)[..., None]
         value = value.masked_fill(dead, 0.0)
         if precision == "fp8":
-            key = key.masked_fill(dead, 0.0)  # a head's scale comes from all of its keys
+            key = key.masked_fill(dead, 0.0)
     launch = _triton.entry(operator, _launch)
     options = (scale, tail, kv_splits, hopper, precision, return_lse)
     return launch(query, key, value, *lists, *stored, bias, *options)
@@ -128,9 +128,23 @@ def triton_reasons(call: AttentionCall) -> list[str]:
     found = _triton.obstacles(call, dtypes=HALF)
     if call.tail == "block8x8":
         found.append('it has no "block8x8" tail')
-    if call.precision != "native":
-        found.append(f'it has no "{call.precision}" precision')
+    if call.precision == "fp8":
+        if call.device_type == "cuda":
+            found += _fp8_obstacles(call)
+        if call.tail == "block":
+            found.append('with "fp8" precision it has no "block" tail')
     return found
+
+
+def _fp8_obstacles(call: AttentionCall) -> list[str]:
+    """Return why a device has no products of e4m3, or products that a kernel cannot use."""
+    if torch.version.hip:
+        return ['its "fp8" precision is for NVIDIA GPUs']
+    if call.capability is None or call.capability < (8, 9):
+        return [f'"fp8" precision needs compute capability 8.9, this device has {call.capability}']
+    if call.key_bias and call.key_heads not in (None, call.heads):
+        return ["with a key bias every query head must have a key head of its own"]
+    return []
 
 
 def hopper_reasons(call: AttentionCall) -> list[str]:

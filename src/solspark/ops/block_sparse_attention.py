@@ -270,6 +270,10 @@ def _eager(
     """Attend, inside a compiled graph as one node of it (which has no backward)."""
     if precision == "fp8":
         if key_bias is not None:
+            if key_bias.shape[1] > 1:
+                # Heads that share keys may mask different ones.
+                group = query.shape[2] // key.shape[2]
+                key, value = (item.repeat_interleave(group, 2) for item in (key, value))
             dead = (key_bias == -math.inf).transpose(1, 2)[..., None]
             key, value = key.masked_fill(dead, 0.0), value.masked_fill(dead, 0.0)
         query, key, value, summaries = fp8_attention_inputs(query, key, value, summaries)

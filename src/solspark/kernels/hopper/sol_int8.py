@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...types import BLOCK, BlockPlan, QuantizedQKV
+from ..quantize_fp8 import key_at_place
 from .ring import describe, fill, pass_over, release, slot, tma_load
 from .union_lists import launch_union_lists
 
@@ -332,10 +333,9 @@ def sol_int8_kernel(
 def value_tiles_kernel(v_ptr, tile_ptr, sum_ptr, D: tl.constexpr, ROWS: tl.constexpr):
     state = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, ROWS)
-    # Place 16c + 4t + 2u + e of a tile holds key 16c + 8u + 2t + e.
-    key = (places & 48) | ((places & 2) << 2) | ((places & 12) >> 1) | (places & 1)
+    key = state * ROWS + key_at_place(places)
     offs_d = tl.arange(0, D)
-    v = tl.load(v_ptr + (state * ROWS + key[:, None]) * D + offs_d[None, :])
+    v = tl.load(v_ptr + key[:, None] * D + offs_d[None, :])
     tl.store(tile_ptr + state * D * ROWS + offs_d[:, None] * ROWS + places[None, :], tl.trans(v))
     tl.store(sum_ptr + state * D + offs_d, 128 * tl.sum(v.to(tl.int32), 0))
 

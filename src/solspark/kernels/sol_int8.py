@@ -36,9 +36,12 @@ OCTAVES = tl.constexpr(20.0)
 LOG2_255 = tl.constexpr(7.994353436858858)
 ROUNDER_BITS = tl.constexpr(0x4B400000)
 
+# Depth of the ring of K and V tiles; AMD's 64 KiB hold two.
+NUM_STAGES = 3 if torch.version.hip is None else 2
+
 # Three programs of 128 threads share an SM. What little a variant spills, it spills outside the
 # main loop.
-REGISTERS = 168
+REGISTERS = 168 if torch.version.hip is None else None
 
 
 @triton.jit
@@ -231,13 +234,15 @@ def launch_sol_int8(
     a: float,
     dtype: torch.dtype,
     ptx: bool = torch.version.hip is None,
+    num_stages: int = NUM_STAGES,
+    registers: int | None = REGISTERS,
 ) -> Tensor:
     """Enqueue the attention and return [B, T, H, D] of `dtype`.
 
     tail: float32 [BH, N], [BH, N], [BH, N, D], or None; indices integers [BH, N, M], ascending, and
     counts int32 [BH, N]; tokens: int32 [BH, P, A] and [BH, P] for the P pairs of query blocks, or
     None; coarse float32 [BH, N, D], with gate [B, T, H, D]. All are contiguous, but for gate, whose
-    last stride is 1.
+    last stride is 1. `ptx`: widen V in NVIDIA's assembly; `registers`: the most a thread has.
     """
     batch, heads, _, dim = qkv.query.shape
     blocks = qkv.lengths.numel()
@@ -276,9 +281,9 @@ def launch_sol_int8(
         GATE=gate is not None,
         D=dim,
         ROWS=BLOCK,
-        STAGES=3 if torch.version.hip is None else 2,
+        STAGES=num_stages,
         PTX=ptx,
         num_warps=4,
-        **({"maxnreg": REGISTERS} if ptx else {}),
+        **({} if registers is None else {"maxnreg": registers}),
     )
     return out

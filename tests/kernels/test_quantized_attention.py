@@ -282,6 +282,21 @@ def test_strides_and_poison_change_nothing():
 
 
 @pytest.mark.interpreted
+def test_the_gradient_of_queries_alone():
+    query, key, value = tensors()
+    shown = blocks(2, 3)
+    found = []
+    for keys_too in (False, True):
+        leaves = [query.clone().requires_grad_()]
+        leaves += [x.clone().requires_grad_(keys_too) for x in (key, value)]
+        options = {"block_mask": shown, "block_m": 32, "block_n": 32, "impl": "triton"}
+        quantized_attention(*leaves, **options).sum().backward()
+        found.append(leaves[0].grad)
+        assert (leaves[1].grad is not None) == keys_too
+    assert torch.equal(*found) and found[0].any()
+
+
+@pytest.mark.interpreted
 def test_rows_further_apart_than_32_bits_count():
     apart = 2**30
     # Addresses only: pages that nobody touches take no memory.

@@ -389,11 +389,23 @@ def test_the_operator_passes_torchs_own_checks():
         )
     with torch.no_grad():
         out, lse = _forward_op(query, key, value, None, mask, *options)
-        torch.library.opcheck(
-            _backward_op,
-            (query, key, value, out, lse, torch.ones_like(out), None, mask, *options),
-            test_utils=("test_schema", "test_faketensor"),
-        )
+        for with_keys in (True, False):
+            torch.library.opcheck(
+                _backward_op,
+                (
+                    query,
+                    key,
+                    value,
+                    out,
+                    lse,
+                    torch.ones_like(out),
+                    None,
+                    mask,
+                    *options,
+                    with_keys,
+                ),
+                test_utils=("test_schema", "test_faketensor"),
+            )
 
 
 def test_it_compiles_into_one_graph():
@@ -502,6 +514,17 @@ def test_quantize_refuses():
         quantize(x, dtype="none")
     with pytest.raises(TypeError, match="x: expected"):
         quantize(x.long())
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+def test_gradients_that_nobody_wants_are_not_taken(wanted):
+    inputs = [torch.randn(1, 40, 2, 16) for _ in range(3)]
+    every = [x.clone().requires_grad_() for x in inputs]
+    quantized_attention(*every).sum().backward()
+    some = [x.clone().requires_grad_(i in wanted) for i, x in enumerate(inputs)]
+    quantized_attention(*some).sum().backward()
+    for i, (mine, full) in enumerate(zip(some, every, strict=True)):
+        assert torch.equal(mine.grad, full.grad) if i in wanted else mine.grad is None
 
 
 def test_a_mask_that_wants_a_gradient_is_refused():

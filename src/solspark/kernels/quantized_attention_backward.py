@@ -380,9 +380,12 @@ def launch_quantized_attention_backward(
     is_causal: bool,
     scale: float,
     tile_scales: bool,
+    with_keys: bool,
     config: Config,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Enqueue both kernels; return gradients contiguous, shaped and typed as query, key and value.
+    """Enqueue the kernels; return gradients contiguous, shaped and typed as query, key and value.
+
+    with_keys: those of key and value too; else they are empty and their kernel does not run.
 
     operands: what the forward multiplied (its V is not read). out, lse: the forward's, contiguous.
     transposed: the lists of the key blocks. config: its tiles nest in the blocks.
@@ -391,9 +394,8 @@ def launch_quantized_attention_backward(
     key_tokens, key_heads = key.shape[1], key.shape[2]
     value_dim = value.shape[3]
     block_m, block_n = config.query_tile, config.key_tile
-    gradients = tuple(
-        torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (query, key, value)
-    )
+    shapes = (query.shape, *(x.shape if with_keys else (0,) for x in (key, value)))
+    gradients = tuple(torch.empty(x, device=query.device, dtype=query.dtype) for x in shapes)
     delta = torch.empty_like(lse)
     mask, mask_strides, mask_constants = mask_arguments(attn_mask)
     q8, k8 = operands.q, operands.k
@@ -452,6 +454,8 @@ def launch_quantized_attention_backward(
         *list_strides(lists),
         **constants,
     )
+    if not with_keys:
+        return gradients  # type: ignore[return-value]
     tiles = triton.cdiv(key_tokens, block_n)
     quantized_attention_grad_key_value_kernel[(tiles * batch * key_heads,)](
         q8,

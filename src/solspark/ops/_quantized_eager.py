@@ -61,12 +61,17 @@ def attend_backward(
     attn_mask: Tensor | None,
     block_mask: Tensor | None,
     options: Options,
+    with_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Recompute P row chunk by row chunk and accumulate the three gradients in FP32 (FP64)."""
+    """Recompute P row chunk by row chunk and accumulate the gradients in FP32 (FP64).
+
+    Without keys those of K and V are empty.
+    """
     dtype = _checks.accumulation_dtype(query.dtype)
     heads, group = query.shape[2], query.shape[2] // key.shape[2]
     grad_query, grad_key, grad_value = (
-        torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (query, key, value)
+        torch.zeros(shape, dtype=dtype, device=query.device)
+        for shape in (query.shape, *(x.shape if with_keys else 0 for x in (key, value)))
     )
     operands = quantize_operands(query, key, None, options, "eager")
     for b in range(query.shape[0]):
@@ -85,6 +90,8 @@ def attend_backward(
                 delta = (g * out[b, rows, h].to(dtype)).sum(-1, keepdim=True)
                 slope = weights * (g @ v[at].T - delta) * options.scale
                 grad_query[b, rows, h] = slope @ k[at]
+                if not with_keys:
+                    continue
                 # Lists hold each key once, so plain indexed addition is exact and ordered.
                 grad_key[b, at, kv] += slope.T @ query[b, rows, h].to(dtype)
                 grad_value[b, at, kv] += weights.T @ g

@@ -59,8 +59,12 @@ def attend_backward(
     attn_mask: Tensor | None,
     block_mask: Tensor | None,
     options: Options,
+    with_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise Q and K again (cheaper than keeping them) and run the two kernels."""
+    """Quantise Q and K again (cheaper than keeping them) and run the kernels, the second if asked.
+
+    Without keys the gradients of K and V are empty.
+    """
     from solspark.kernels.quantized_attention_backward import (
         launch_quantized_attention_backward,
     )
@@ -69,7 +73,7 @@ def attend_backward(
     query, options = _with_positive_scale(query, options)
     operands = kernel_operands(query, key, value, options._replace(pv="none"))
     transposed = None
-    if block_mask is not None:
+    if block_mask is not None and with_keys:
         turned = options._replace(block_m=options.block_n, block_n=options.block_m)
         transposed = block_lists(block_mask.transpose(2, 3), turned)
     config = tiles_for(value, block_mask, options)
@@ -87,6 +91,7 @@ def attend_backward(
         is_causal=options.is_causal,
         scale=options.scale,
         tile_scales=options.granularity == "tile",
+        with_keys=with_keys,
         # Five products a tile instead of two: half the rows, or registers spill.
         config=config._replace(
             query_tile=min(config.query_tile, 64), stages=min(config.stages, 2), registers=0

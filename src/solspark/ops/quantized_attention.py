@@ -267,20 +267,24 @@ def _backward_op(
     hadamard: int,
     granularity: str,
     impl: str,
+    with_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = Options(
         block_m, block_n, is_causal, scale, matmul, pv, smooth_k, hadamard, granularity
     )
     call = _describe(query, key, options)
     choice = _dispatch.pick("quantized_attention_backward", call, impl or None)
-    gradients = choice.run(query, key, value, out, lse, grad_out, attn_mask, block_mask, options)
+    gradients = choice.run(
+        query, key, value, out, lse, grad_out, attn_mask, block_mask, options, with_keys
+    )
     choice.record()
     return gradients
 
 
 @_backward_op.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+    keys = [x.new_empty(x.shape if rest[-1] else 0) for x in (key, value)]
+    return query.new_empty(query.shape), keys[0], keys[1]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -292,10 +296,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Any, ...]:
     query, key, value, out, lse, attn_mask, block_mask = ctx.saved_tensors
-    gradients = _backward_op(
-        query, key, value, out, lse, grad_out, attn_mask, block_mask, *ctx.rest
+    with_keys = any(ctx.needs_input_grad[1:3])
+    grad_query, *grad_keys = _backward_op(
+        query, key, value, out, lse, grad_out, attn_mask, block_mask, *ctx.rest, with_keys
     )
-    return (*gradients, None, None, *[None] * len(ctx.rest))
+    if not with_keys:
+        grad_keys = [None, None]
+    return (grad_query, *grad_keys, None, None, *[None] * len(ctx.rest))
 
 
 _forward_op.register_autograd(_gradients, setup_context=_save)

@@ -8,6 +8,13 @@ from dataclasses import dataclass, field
 from solspark.ops.block_sparse_attention import PRECISIONS
 from solspark.ops.reweight import check_reweight_options
 from solspark.reference.reblock_options import ReblockOptions
+from solspark.reference.second_moments import (
+    ESTIMATORS,
+    FACTORS,
+    LAYOUT_REUSES,
+    M2_SIDES,
+    MOMENT_MODES,
+)
 
 RESOLVED_EXECUTIONS = (
     "threshold",
@@ -36,16 +43,6 @@ TREE_OPTIONS = (
     "score_precision",
 )
 """Options of `ReblockConfig` that the landmark tree has under the same name."""
-
-M2_ESTIMATORS = (
-    "hilbert_midpoint",
-    "flat64_block_mean",
-    "flat64_midpoint_1",
-    "flat64_midpoint_2",
-    "flat64_midpoint_4",
-    "flat64_mean_diag",
-    "full",
-)
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -136,11 +133,11 @@ class ReblockConfig:
         _check_choice("proxy_seed_rule", self.proxy_seed_rule, ("farthest_pair", "endpoint_order"))
         _check_choice("proxy_update_rule", self.proxy_update_rule, ("mean", "medoid"))
         object.__setattr__(self, "order_mode", self.options.order_mode)
-        _check_choice("moment_mode", self.moment_mode, ("raw", "unit"))
-        _check_choice("m2_side", self.m2_side, ("both", "query", "key", "none"))
-        _check_choice("m2_estimator", self.m2_estimator, M2_ESTIMATORS)
-        _check_choice("m2_factor", self.m2_factor, ("cholesky", "eigh"))
-        _check_choice("layout_reuse", self.layout_reuse, ("independent", "q_from_k", "k_from_q"))
+        _check_choice("moment_mode", self.moment_mode, MOMENT_MODES)
+        _check_choice("m2_side", self.m2_side, M2_SIDES)
+        _check_choice("m2_estimator", self.m2_estimator, ESTIMATORS)
+        _check_choice("m2_factor", self.m2_factor, FACTORS)
+        _check_choice("layout_reuse", self.layout_reuse, LAYOUT_REUSES)
         if isinstance(self.ridge, bool) or not (math.isfinite(self.ridge) and self.ridge >= 0):
             raise ValueError(f"ridge: expected a finite number >= 0, got {self.ridge!r}")
         if type(self.cuda_graph) is not bool:

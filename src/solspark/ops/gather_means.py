@@ -8,7 +8,7 @@ from torch import Tensor
 from solspark import _checks
 from solspark.ops import _triton
 from solspark.ops._dispatch import describe, never_declines, pick, register
-from solspark.ops.permute import permute
+from solspark.ops.permute import check_reorder, permute
 from solspark.ops.pool import pool
 from solspark.types import BLOCK, AttentionCall, block_count
 
@@ -40,29 +40,14 @@ def gather_means(
 
     Source: spec/spark.md sections 2 and 3.1.
     """
-    check_reorder(x, permutation)
+    check_reorder("x", x, permutation)
+    _checks.check_dtype("x", x)
     _checks.check_int("blocks", blocks, 1, block_count(x.shape[1]))
     x, permutation = _checks.last_dim_contiguous(x), _checks.last_dim_contiguous(permutation)
     choice = pick("gather_means", describe(None, x), impl)
     result = choice.run(x, permutation, blocks, dtype)
     choice.record()
     return result
-
-
-def check_reorder(x: Tensor, permutation: Tensor) -> None:
-    """Raise unless x is [B, L, H, D] and the permutation int [B, H, V <= L] beside it."""
-    _checks.check_tensor("x", x, 4, "[B, L, H, D]")
-    _checks.check_dtype("x", x)
-    _checks.check_tensor("permutation", permutation, 3, "[B, H, V]")
-    _checks.check_dtype("permutation", permutation, (torch.int32, torch.int64))
-    batch, tokens, heads, _ = x.shape
-    if permutation.shape[:2] != (batch, heads) or permutation.shape[2] > tokens:
-        raise ValueError(
-            f"permutation: expected [{batch}, {heads}, V <= {tokens}], "
-            f"got {tuple(permutation.shape)}"
-        )
-    if permutation.device != x.device:
-        raise ValueError(f"permutation: expected the device {x.device}, got {permutation.device}")
 
 
 def _run_eager(

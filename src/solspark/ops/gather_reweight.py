@@ -10,8 +10,7 @@ from torch import Tensor
 from solspark import _checks
 from solspark.ops import _triton
 from solspark.ops._dispatch import describe, needs_grad, never_declines, pick, register
-from solspark.ops.gather_means import check_reorder
-from solspark.ops.permute import permute
+from solspark.ops.permute import check_reorder, permute
 from solspark.ops.pool import pool
 from solspark.ops.reweight import check_reweight_options, check_reweight_tensors, reweight
 from solspark.types import AttentionCall, block_count
@@ -60,7 +59,8 @@ def gather_reweight(
     """
     check_reweight_tensors(anchors, key, value)
     check_reweight_options(summary_math, logmass_key, reweight_components)
-    check_reorder(key, permutation)
+    check_reorder("key", key, permutation)
+    _checks.check_dtype("key", key)
     anchors, key, value, permutation = (
         _checks.last_dim_contiguous(x) for x in (anchors, key, value, permutation)
     )

@@ -9,7 +9,7 @@ from solspark import _checks
 from solspark.ops import _dispatch, _triton
 from solspark.types import AttentionCall
 
-__all__ = ["permute", "unpermute"]
+__all__ = ["check_reorder", "permute", "unpermute"]
 
 
 def permute(x: Tensor, permutation: Tensor, *, impl: str | None = None) -> Tensor:
@@ -66,11 +66,9 @@ def unpermute(
     return _move(x, permutation, True, out, impl)
 
 
-def _move(
-    x: Tensor, permutation: Tensor, inverse: bool, out: Tensor | None, impl: str | None
-) -> Tensor:
-    """Check, choose and run."""
-    _checks.check_tensor("x", x, 4, "[B, L, H, D]")
+def check_reorder(name: str, x: Tensor, permutation: Tensor) -> None:
+    """Raise unless x is [B, L, H, D] and the permutation int [B, H, V <= L] beside it."""
+    _checks.check_tensor(name, x, 4, "[B, L, H, D]")
     _checks.check_tensor("permutation", permutation, 3, "[B, H, V]")
     _checks.check_dtype("permutation", permutation, (torch.int32, torch.int64))
     batch, tokens, heads, _ = x.shape
@@ -81,6 +79,13 @@ def _move(
         )
     if permutation.device != x.device:
         raise ValueError(f"permutation: expected the device {x.device}, got {permutation.device}")
+
+
+def _move(
+    x: Tensor, permutation: Tensor, inverse: bool, out: Tensor | None, impl: str | None
+) -> Tensor:
+    """Check, choose and run."""
+    check_reorder("x", x, permutation)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     else:

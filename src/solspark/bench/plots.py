@@ -107,9 +107,12 @@ def plot_error(rows: Sequence[Row], folder: Path) -> list[Path]:
     plt = _pyplot()
     size = (4.2 * len(fields) + 1.5, 4)
     figure, places = plt.subplots(1, len(fields), figsize=size, sharey=True, squeeze=False)
+    names = sorted({name for curves in fields.values() for name in curves})
+    colours = {name: f"C{number}" for number, name in enumerate(names)}
     for axes, (problem, curves) in zip(places[0], fields.items(), strict=True):
         for name, points in sorted(curves.items()):
-            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
+            points = zip(*sorted(points), strict=True)
+            axes.plot(*points, marker="o", color=colours[name], label=name)
         axes.set(xlabel="share of block pairs read exactly", yscale="log")
         axes.set_title(f"{problem}, video activations", fontsize=10)
         axes.grid(True, which="both", alpha=0.3)
@@ -194,6 +197,7 @@ def plot_shares(rows: Sequence[Row], folder: Path) -> list[Path]:
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for index, total in enumerate(left):
         axes.text(total, index, f" {total:.3g} s", va="center", fontsize=8)
+    axes.set_xlim(right=1.08 * max(left))
     axes.set(xlabel="seconds", title=f"{wholes[0].gpu}: the DiT's part of one generation")
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     return _save(figure, folder, "where_the_time_goes")

@@ -12,6 +12,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from solspark.bench.case import METHODS
@@ -220,7 +221,8 @@ def section(spec: str, rows: Sequence[Row]) -> str:
     """Return the Markdown of one section.
 
     Args:
-        spec: "LEVEL name=value ...", "headline ...", "floors PROBLEM ..." or "calibration".
+        spec: "LEVEL name=value ...", "headline ...", "curve ...", "floors PROBLEM ..." or
+            "calibration".
         rows: all recorded rows.
     """
     words = spec.split()
@@ -277,14 +279,24 @@ def _not_measured(rows: Sequence[Row], words: Sequence[str]) -> list[str]:
         return []
     timed = [row for row in rows if row.ms is not None]
     problem = get_problem(names[0])
+    blank = Row(
+        run="",
+        date="",
+        commit="",
+        gpu="",
+        torch="",
+        triton=None,
+        problem=problem.name,
+        tokens=problem.tokens,
+        heads=problem.heads,
+        level="",
+        method="",
+    )
     lacking = [
-        Row(
-            "", "", "", "", "", None, problem.name, problem.tokens, problem.heads, level, name,
-            dict(options),
-        )
+        replace(blank, level=level, method=name, options=dict(options))
         for level, name, options in HEADLINE
         if not any(_is_headline(row, level, name, options) for row in timed)
-    ]  # fmt: skip
+    ]
     lines = []
     for level, what in (("call", "one attention call"), ("dit", "one generation's DiT")):
         here = [row for row in lacking if row.level == level]

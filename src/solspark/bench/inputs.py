@@ -20,6 +20,7 @@ from solspark.errors import MissingDependencyError
 from solspark.integrations.capture import FORMAT
 from solspark.types import TokenGrid
 
+CHUNK_TOKENS = 4096
 KINDS = ("gaussian", "video", "file")
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -107,6 +108,32 @@ def make_inputs(
         raise ValueError(f"inputs: expected one of {', '.join(KINDS)}, got {kind!r}")
     query, key, value = tensors
     return Inputs(problem, query, key, value, kind)
+
+
+def chunked_projection(inputs: Inputs) -> tuple[Any, ...]:
+    """Make what a chunked INT8 call reads, on Gaussian data; the same for ours and for a peer's.
+
+    Args:
+        inputs: says tokens, heads and device.
+
+    Returns:
+        (chunks, T, H, rotation, norms): a callable that yields bfloat16 [4096, 3 H 128] of the
+        fused projection, float32 [T, 1, 48, 2, 2], and two RMSNorm weights [128] of one.
+    """
+    tokens, heads, device = inputs.query.shape[1], inputs.heads, inputs.device
+    generator = torch.Generator(device=device).manual_seed(0)
+    projection = torch.randn(
+        tokens, 3 * heads * 128, generator=generator, device=device, dtype=torch.bfloat16
+    )
+    angle = torch.rand(tokens, 1, 48, generator=generator, device=device) * 6.2832
+    cos, sin = angle.cos(), angle.sin()
+    rotation = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
+    norms = tuple(torch.ones(128, device=device, dtype=torch.bfloat16) for _ in range(2))
+
+    def chunks() -> Iterator[Tensor]:
+        return (projection[i : i + CHUNK_TOKENS] for i in range(0, tokens, CHUNK_TOKENS))
+
+    return chunks, tokens, heads, rotation, norms
 
 
 def recorded_problem(file: Path) -> Problem | None:

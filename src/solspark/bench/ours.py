@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from solspark.bench.case import (
 )
 from solspark.bench.cost import attend_cost
 from solspark.bench.gate import Verdict, compare, gate_output, judge_plan, sample_rows
-from solspark.bench.inputs import Inputs
+from solspark.bench.inputs import Inputs, chunked_projection
 from solspark.bench.lists import block_lists, executed_pairs, plan_density, plan_from_lists
 from solspark.bench.packed_gate import judge_packed
 from solspark.methods.sol import mean_summaries, sol_attn
@@ -530,24 +530,11 @@ def _int8_chunked(inputs: Inputs, options: dict[str, Any]) -> Case:
     (attend,) = _optional("solspark.int8", "sol_attn_chunked")
     known = call_options(options)
     primed = known.pop("primed", False)
-    tokens, heads, device = inputs.query.shape[1], inputs.heads, inputs.device
-    generator = torch.Generator(device=device).manual_seed(0)
-    # The call takes bfloat16 chunks, whatever the type of the other inputs.
-    projection = torch.randn(
-        tokens, 3 * heads * 128, generator=generator, device=device, dtype=torch.bfloat16
-    )
-    angle = torch.rand(tokens, 1, 48, generator=generator, device=device) * 6.2832
-    cos, sin = angle.cos(), angle.sin()
-    rotation = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
-    norms = tuple(torch.ones(128, device=device, dtype=torch.bfloat16) for _ in range(2))
-
-    def chunks() -> Iterator[Tensor]:
-        return (projection[i : i + 4096] for i in range(0, tokens, 4096))
-
+    projected = chunked_projection(inputs)
     state: dict[str, Any] = {}
 
     def call() -> Any:
-        return attend(chunks, tokens, heads, rotation, norms, **{**known, **state})
+        return attend(*projected, **{**known, **state})
 
     if primed:
         # With `balance` its factors come back too.

@@ -10,17 +10,16 @@ from __future__ import annotations
 import importlib
 import site
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from solspark.bench.baselines import package_version
 from solspark.bench.case import Case, Unavailable, error_against_dense, judge_near, method
 from solspark.bench.gate import Verdict
-from solspark.bench.inputs import Inputs
+from solspark.bench.inputs import Inputs, chunked_projection
 
 INT8_DENSE_ERROR = 0.05
 """Farther from dense than this, an INT8 attention over all keys is broken (published: 0.014 to
@@ -29,8 +28,6 @@ INT8_DENSE_ERROR = 0.05
 
 SPARSE_ERROR = 1.0
 """A sparse result farther from dense than the zero vector is broken; Gaussian inputs give 0.75."""
-
-CHUNK_TOKENS = 4096
 
 
 def add_peers(folder: Path) -> None:
@@ -106,30 +103,14 @@ def _kitchen_chunked(inputs: Inputs, options: dict[str, Any]) -> Case:
     _needs_cuda(inputs)
     kitchen = _import("comfy_kitchen")
     chosen = routing_options(options)
-    tokens, heads, device = inputs.query.shape[1], inputs.heads, inputs.device
-    generator = torch.Generator(device=device).manual_seed(0)
-    projection = torch.randn(
-        tokens, 3 * heads * 128, generator=generator, device=device, dtype=torch.bfloat16
-    )
-    angle = torch.rand(tokens, 1, 48, generator=generator, device=device) * 6.2832
-    cos, sin = angle.cos(), angle.sin()
-    rotation = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2)
-    norms = tuple(torch.ones(128, device=device, dtype=torch.bfloat16) for _ in range(2))
-
-    def chunks() -> Iterator[Tensor]:
-        return (projection[i : i + CHUNK_TOKENS] for i in range(0, tokens, CHUNK_TOKENS))
-
+    projected = chunked_projection(inputs)
     state: dict[str, Any] = {}
 
     def run() -> Tensor:
-        return kitchen.sol_attn_chunked(chunks, tokens, heads, rotation, norms, **state, **chosen)[
-            0
-        ]
+        return kitchen.sol_attn_chunked(*projected, **state, **chosen)[0]
 
     if options.get("primed"):
-        _, kmean, vscale = kitchen.sol_attn_chunked(
-            chunks, tokens, heads, rotation, norms, **chosen
-        )
+        _, kmean, vscale = kitchen.sol_attn_chunked(*projected, **chosen)
         state.update(kmean=kmean, vscale=vscale)
 
     def finite(out: Tensor) -> Verdict:

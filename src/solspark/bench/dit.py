@@ -8,6 +8,7 @@ and made on the device, so time and memory are real and quality is not.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import statistics
@@ -123,6 +124,8 @@ def bench_of(problem: Problem, settings: Any) -> Bench:
     key = (problem.name, settings.device, settings.dtype, settings.seed)
     if _current.get("key") != key:
         _current.clear()
+        # Two transformers do not fit side by side: what only a cycle keeps has to go as well.
+        gc.collect()
         if settings.device.type == "cuda":
             torch.cuda.empty_cache()
         _current["bench"] = Bench(problem, settings.device, settings.dtype, settings.seed)

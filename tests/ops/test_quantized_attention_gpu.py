@@ -232,6 +232,17 @@ def test_rows_further_apart_than_32_bits_count():
             assert torch.equal(leaf.grad, want)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second device")
+def test_a_device_that_is_not_the_current_one():
+    inputs = tensors(300)
+    want = quantized_attention(*inputs, impl="triton")
+    moved = [x.to("cuda:1").requires_grad_() for x in inputs]
+    got = quantized_attention(*moved, impl="triton")
+    got.sum().backward()
+    assert torch.equal(got.cpu(), want.cpu())
+    assert all(x.grad.isfinite().all() for x in moved)
+
+
 def test_more_samples_than_an_axis_of_a_grid_holds():
     query, key, value = tensors(20, heads=1, dim=16, batch=70_000)
     mask = torch.ones(70_000, 1, 1, 1, dtype=torch.bool, device="cuda")
@@ -281,8 +292,9 @@ def test_the_backward_of_blocks_is_that_of_their_token_mask():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_backward_is_that_of_autograd(masked):
-    inputs = tensors(700, dim=32, dtype=torch.float32)
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_the_backward_is_that_of_autograd(masked, dim):
+    inputs = tensors(700, dim=dim, dtype=torch.float32)
     grad_out = torch.randn_like(inputs[0])
     mask = selection(700) if masked else None
     shown = expanded(mask, 700) if masked else None

@@ -70,7 +70,8 @@ def quantize(
                 f"mean: expected [{batch}, {heads}, {head_dim}], got {tuple(mean.shape)}"
             )
     choice = _dispatch.pick("quantize", _dispatch.describe(None, x), impl)
-    result = choice.run(_checks.last_dim_contiguous(x), dtype, granularity, mean, hadamard)
+    with torch.cuda.device_of(x):
+        result = choice.run(_checks.last_dim_contiguous(x), dtype, granularity, mean, hadamard)
     choice.record()
     return result
 

@@ -101,7 +101,11 @@ def quantized_attention(
     if impl is not None:
         _checks.check_choice("impl", impl, _dispatch.PREFERENCE)
     query, key, value = (_checks.last_dim_contiguous(item) for item in (query, key, value))
-    out, lse = _forward_op(query, key, value, attn_mask, block_mask, *options, impl or "")
+    run = _forward_op
+    if not _dispatch.needs_grad(query, key, value):
+        # The operator carries the backward; without one it only costs host time.
+        run = _triton.entry(_forward_op, _forward)
+    out, lse = run(query, key, value, attn_mask, block_mask, *options, impl or "")
     return (out, lse) if return_lse else out
 
 
@@ -209,8 +213,7 @@ def _check_block_mask(
     return block_mask.reshape(full)
 
 
-@torch.library.custom_op("solspark::quantized_attention", mutates_args=())
-def _forward_op(
+def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -232,12 +235,16 @@ def _forward_op(
     )
     call = _describe(query, key, options)
     choice = _dispatch.pick("quantized_attention", call, impl or None)
-    out, lse = choice.run(query, key, value, attn_mask, block_mask, options)
+    with torch.cuda.device_of(query):
+        out, lse = choice.run(query, key, value, attn_mask, block_mask, options)
     kept = total = None
     if block_mask is not None:
         kept, total = (block_mask != 0).sum(), block_mask.numel()
     choice.record(kept, total)
     return out, lse
+
+
+_forward_op = torch.library.custom_op("solspark::quantized_attention", _forward, mutates_args=())
 
 
 @_forward_op.register_fake
@@ -274,9 +281,10 @@ def _backward_op(
     )
     call = _describe(query, key, options)
     choice = _dispatch.pick("quantized_attention_backward", call, impl or None)
-    gradients = choice.run(
-        query, key, value, out, lse, grad_out, attn_mask, block_mask, options, with_keys
-    )
+    with torch.cuda.device_of(query):
+        gradients = choice.run(
+            query, key, value, out, lse, grad_out, attn_mask, block_mask, options, with_keys
+        )
     choice.record()
     return gradients
 

@@ -275,8 +275,8 @@ def _sparse_arm(options: GenerateOptions) -> Arm:
         raise ValueError(f"preset: expected None with method 'sol', got {options.preset!r}")
     if options.precision == "int8" and spark:
         raise ValueError(
-            "precision: expected None, 'native' or 'fp8' with method 'spark', whose order and summaries "
-            "INT8 does not have, got 'int8'"
+            "precision: expected None, 'native' or 'fp8' with method 'spark', whose order and "
+            "summaries INT8 does not have, got 'int8'"
         )
     keywords = options.method_options()
     renamed = {

@@ -309,18 +309,20 @@ def run(bench: Bench, name: str, heads: int, dtype: torch.dtype, skip_checks: bo
         from solspark.kernels import reweight as kernel
 
         for warps in (2, 8):
-            kernel.WARPS = gather_kernel.WARPS = warps
-            bench.time(
-                f"reweight, global anchor, {warps} warps",
-                lambda: reweight(anchor, key, value),
-                gib=2 * gib,
-            )
-            bench.time(
-                f"gather K and V with summaries, {warps} warps",
-                lambda: gather_reweight(anchor, key, value, orders.key),
-                gib=4 * gib,
-            )
-        kernel.WARPS = gather_kernel.WARPS = 2
+            with mock.patch.object(kernel, "WARPS", warps):
+                bench.time(
+                    f"reweight, global anchor, {warps} warps",
+                    lambda: reweight(anchor, key, value),
+                    gib=2 * gib,
+                )
+        for warps, registers in ((2, 168), (2, 255), (4, 96), (4, 255)):
+            patch = {"WARPS": warps, "REGISTERS": registers}
+            with mock.patch.multiple(gather_kernel, **patch):
+                bench.time(
+                    f"gather K and V, {warps} warps, {registers} registers",
+                    lambda: gather_reweight(anchor, key, value, orders.key),
+                    gib=4 * gib,
+                )
     summaries = BlockSummaries(*reweight(anchor, key, value))
     bench.time(
         "attend, sparse prefix",

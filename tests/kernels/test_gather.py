@@ -98,7 +98,7 @@ def test_gathers_compile(compile_ahead):
     both = compile_ahead(
         gather_reweight_kernel,
         types_of(gather_reweight_kernel),
-        {**constants, **switches},
+        {**constants, **switches, "PARENTS": 1},
         num_warps=4,
     )
     for compiled, loads in ((means, 8), (both, 16)):

@@ -33,36 +33,33 @@ WARPS, MATRIX_WARPS = 2, 4
 
 # fmt: off
 @triton.jit
-def summarise_block(
-    k, v, key_mean, value_mean, live, a, scale,
-    WEIGHTED: tl.constexpr, BIASED: tl.constexpr, ROUND: tl.constexpr,
-):
-    # One block around one anchor a [D] in FP32: (weighted) means and the log of its mass there.
-    lse = tl.full([], 0.0, tl.float32)
-    if WEIGHTED or BIASED:
-        z = tl.sum(k.to(tl.float32) * a[None, :], axis=1) * scale
-        z = tl.where(live, z, float("-inf"))
-        m = tl.max(z, axis=0)
-        e = tl.exp(z - m)
-        total = tl.sum(e, axis=0)
-        lse = m + tl.log(total)
-        if WEIGHTED:
-            if ROUND:
-                e = e.to(k.dtype).to(tl.float32)
-            key_mean = tl.sum(k.to(tl.float32) * e[:, None], axis=0) / total
-            value_mean = tl.sum(v.to(tl.float32) * e[:, None], axis=0) / total
-    return key_mean, value_mean, lse
+def weigh_block(k, live, a, scale):
+    # Weights e^(z - m) of the rows of a block around one anchor a [D] in FP32, their sum, and the
+    # log of its mass there.
+    z = tl.sum(k.to(tl.float32) * a[None, :], axis=1) * scale
+    z = tl.where(live, z, float("-inf"))
+    m = tl.max(z, axis=0)
+    e = tl.exp(z - m)
+    total = tl.sum(e, axis=0)
+    return e, total, m + tl.log(total)
 
 
 @triton.jit
-def store_summary(
-    ak_ptr, av_ptr, lm_ptr, row, key_mean, value_mean, lse, count, a, scale,
+def weighted_mean(x, e, total, ROUND: tl.constexpr):
+    # Mean of the rows by their weights, which "tensorcore" numerics round first.
+    if ROUND:
+        e = e.to(x.dtype).to(tl.float32)
+    return tl.sum(x.to(tl.float32) * e[:, None], axis=0) / total
+
+
+@triton.jit
+def store_key(
+    ak_ptr, lm_ptr, row, key_mean, lse, count, a, scale,
     D: tl.constexpr, BIASED: tl.constexpr, STORED: tl.constexpr,
 ):
     offs_d = tl.arange(0, D)
     stored_key = key_mean.to(ak_ptr.dtype.element_ty)
     tl.store(ak_ptr + row * D + offs_d, stored_key)
-    tl.store(av_ptr + row * D + offs_d, value_mean.to(av_ptr.dtype.element_ty))
     if BIASED:
         origin = stored_key.to(tl.float32) if STORED else key_mean
         tl.store(lm_ptr + row, lse - scale * tl.sum(a * origin, axis=0))
@@ -109,13 +106,15 @@ def reweight_kernel(
         if ANCHORS == 1:
             a = tl.load(a_ptr + b * sab + first * sap + h * sah + offs_d).to(tl.float32)
             row = ((b * parents + first) * heads + h) * blocks + block
-            own_key, own_value, lse = summarise_block(
-                k, v, key_mean, value_mean, live, a, scale, WEIGHTED, BIASED, ROUND
-            )
-            store_summary(
-                ak_ptr, av_ptr, lm_ptr, row, own_key, own_value, lse, count, a, scale,
-                D, BIASED, STORED,
-            )
+            own_key, own_value = key_mean, value_mean
+            lse = tl.full([], 0.0, tl.float32)
+            if WEIGHTED or BIASED:
+                e, total, lse = weigh_block(k, live, a, scale)
+                if WEIGHTED:
+                    own_key = weighted_mean(k, e, total, ROUND)
+                    own_value = weighted_mean(v, e, total, ROUND)
+            store_key(ak_ptr, lm_ptr, row, own_key, lse, count, a, scale, D, BIASED, STORED)
+            tl.store(av_ptr + row * D + offs_d, own_value.to(av_ptr.dtype.element_ty))
         else:
             offs_p = first + tl.arange(0, ANCHORS)
             inside = offs_p < parents

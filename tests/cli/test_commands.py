@@ -257,7 +257,7 @@ def test_explain_says_what_int8_does():
         ),
         (
             "generate --option sol_kv_split=1",
-            "solspark generate: unexpected option sol_kv_split; known: ",
+            "solspark generate: unexpected option sol_kv_split (did you mean sol_kv_splits?); ",
         ),
         (
             "generate --device tpu:x",

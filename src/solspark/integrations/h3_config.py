@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -292,8 +293,11 @@ class H3SparseAttentionConfig:
             raise ValueError(
                 f"dense_backend: expected None, a backend name or a callable, got {backend!r}"
             )
-        if self.impl is not None and not isinstance(self.impl, str):
-            raise ValueError(f"impl: expected None or an implementation name, got {self.impl!r}")
+        if self.impl is not None and self.impl not in _dispatch.PREFERENCE:
+            raise ValueError(
+                f"impl: expected None or one of {', '.join(_dispatch.PREFERENCE)}; "
+                f"got {self.impl!r}"
+            )
         self.packed()
 
     @property
@@ -367,9 +371,7 @@ class H3SparseAttentionConfig:
         if self.sol_landmark_preprocess:
             reblock = self._translate(ReblockConfig, REBLOCK_NAMES)
         precision = "fp8" if self.precision == "fp8" else "native"
-        packed = self._translate(
-            PackedConfig, ROUTING_NAMES, reblock=reblock, precision=precision
-        )
+        packed = self._translate(PackedConfig, ROUTING_NAMES, reblock=reblock, precision=precision)
         if topk_ratio is not None:
             packed = replace(packed, topk_ratio=topk_ratio)
         return packed
@@ -598,8 +600,13 @@ def _full_names(options: Mapping[str, Any], topk: str | None = None) -> dict[str
     known = {field.name for field in fields(H3SparseAttentionConfig)}
     unknown = sorted(set(values) - known)
     if unknown:
+        words = []
+        for name in unknown:
+            close = [each for each in sorted(known) if name in each]
+            close = close or difflib.get_close_matches(name, sorted(known), n=3)
+            words.append(f"{name} (did you mean {' or '.join(close)}?)" if close else name)
         raise TypeError(
-            f"unexpected option {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+            f"unexpected option {', '.join(words)}; H3SparseAttentionConfig has all there are"
         )
     return values
 

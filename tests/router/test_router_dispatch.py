@@ -378,6 +378,27 @@ def test_last_call_says_why_a_call_stayed_dense():
     assert last.shape == (1, 2, 500, 500, 64) and last.dtype == torch.float32
 
 
+def test_a_type_that_a_backend_cannot_take_is_one_warning(caplog):
+    half = replace(CPU, dtypes=frozenset({torch.float16}))
+    router = router_of(
+        Backend("a", "A", 2, Recorder(), half), Backend("b", "B", 1, Recorder(), CPU)
+    )
+    undo = router.install()
+    try:
+        caplog.clear()
+        for _ in range(5):
+            F.scaled_dot_product_attention(*inputs())
+            assert router.last_call().declined == (("a", "cannot take torch.float32"),)
+            assert router.last_call().backend == "b"
+        assert caplog.messages == [
+            "A cannot take torch.float32: such calls go to the next that can"
+        ]
+        F.scaled_dot_product_attention(*[x.half() for x in inputs()])
+        assert router.last_call().backend == "a" and len(caplog.messages) == 1
+    finally:
+        undo()
+
+
 def test_strict_raises_where_the_mask_cannot_be_used_and_not_for_policy():
     router = router_of(
         Backend("s", "S", 9, Recorder(), CPU, caps=BLOCK),

@@ -22,6 +22,9 @@ TAIL = "tail"
 """Capability: the backend can stand in for each tile that a selection leaves out by its mean key
 and mean value, with the weight of all its keys."""
 
+TAKES_NO = "cannot take "
+"""How the reason begins that names a type or a mask."""
+
 PLATFORMS = frozenset({"cuda", "rocm", "zluda", "xpu", "cpu", "mps", "directml"})
 
 
@@ -151,11 +154,11 @@ class Constraints:
         if query.ndim < self.min_ndim:
             yield f"needs {self.min_ndim} dimensions, query has {query.ndim}"
         if not self.allow_mask and mask is not None:
-            yield "cannot take attn_mask"
+            yield f"{TAKES_NO}attn_mask"
         if not self.allow_float32 and query.dtype == torch.float32:
-            yield "cannot take float32"
+            yield f"{TAKES_NO}{query.dtype}"
         if self.dtypes and query.dtype not in self.dtypes:
-            yield f"cannot take {query.dtype}"
+            yield f"{TAKES_NO}{query.dtype}"
         if self.dtypes and not query.dtype == key.dtype == value.dtype:
             yield f"dtypes differ: {query.dtype}, {key.dtype} and {value.dtype}"
         if self.same_device and not query.device == key.device == value.device:

@@ -22,6 +22,7 @@ from solspark.router import telemetry as telemetry_module
 from solspark.router.backend import (
     BLOCK_MASK,
     MASKED_BLOCK,
+    TAKES_NO,
     Platform,
     Registry,
     RouteCall,
@@ -77,6 +78,7 @@ class Router:
         self.telemetry = telemetry_module.Telemetry()
         self.stage: SparseStage | None = None
         self._counting = False
+        self._told: set[tuple[str, torch.dtype]] = set()
         self._last: RouteRecord | None = None
         self._original: Callable[..., Tensor] | None = None
         self._wrapper: Callable[..., Tensor] | None = None
@@ -175,6 +177,7 @@ class Router:
         wanted = self.config.telemetry
         self._counting = telemetry_module.wanted() if wanted is None else wanted
         self.telemetry.clear()
+        self._told.clear()
         self._last = None
         if self.plan.empty:
             self._withdraw()
@@ -297,6 +300,8 @@ class Router:
             reason = entry.constraints.first_reason(call)
             if reason is not None:
                 declined.append((entry.name, reason))
+                if reason.startswith(TAKES_NO) and str(query.dtype) in reason:
+                    self._warn_of_type(entry.label, query.dtype)
                 continue
             selection = None
             if stage is not None and BLOCK_MASK in entry.caps:
@@ -404,6 +409,13 @@ class Router:
                 )
         finally:
             self.observer, self._counting, self._last = before
+
+    def _warn_of_type(self, label: str, dtype: torch.dtype) -> None:
+        """Say once a backend and type that such calls go elsewhere: a model left in float32."""
+        if (label, dtype) in self._told or torch.compiler.is_compiling():
+            return
+        self._told.add((label, dtype))
+        log.warning("%s cannot take %s: such calls go to the next that can", label, dtype)
 
     def _refuse_if_strict(self, skip: str | None, declined: list[tuple[str, str]]) -> None:
         """Raise in strict mode when something other than a policy kept this call dense."""

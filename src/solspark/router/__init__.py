@@ -23,9 +23,9 @@ from solspark.router.backends import builtin_registry
 from solspark.router.chain import Entry, RoutePlan, build_plan
 from solspark.router.config import RouterConfig, SparseConfig, default_labels
 from solspark.router.context import RouteContext
-from solspark.router.dispatch import Router
 from solspark.router.explain import RouteRecord
 from solspark.router.hooks import follow
+from solspark.router.install import Router
 from solspark.router.layout import TokenLayout, layout_from_segments, live_segments
 from solspark.router.selector import Selection, SelectorSpec, select_adaptive, select_radial
 from solspark.router.stage import SparseStage

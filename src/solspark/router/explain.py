@@ -12,7 +12,8 @@ from solspark.router.selector import Selection
 from solspark.router.stage import NO_BACKEND
 
 if TYPE_CHECKING:
-    from solspark.router.dispatch import Router
+    from solspark.router.dispatch import Dispatcher
+    from solspark.router.install import Router
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +44,7 @@ class RouteRecord:
         return 1.0 if self.selection is None else self.selection.density()
 
 
-def call_reasons(router: Router, call: RouteCall) -> dict[str, list[str]]:
+def call_reasons(router: Dispatcher, call: RouteCall) -> dict[str, list[str]]:
     """Return `Router.reasons` of a call."""
     entries = {e.name: e for e in (*router.plan.entries, router.plan.terminal) if e is not None}
     skipped = dict(router.plan.skipped)
@@ -64,7 +65,7 @@ def call_reasons(router: Router, call: RouteCall) -> dict[str, list[str]]:
     return found
 
 
-def _sparse_reasons(router: Router, call: RouteCall) -> list[str]:
+def _sparse_reasons(router: Dispatcher, call: RouteCall) -> list[str]:
     """Return why this call would not go sparse."""
     if router.stage is None:
         return ["not enabled" if not router.config.sparse.enabled else NO_BACKEND]

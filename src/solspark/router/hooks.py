@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from solspark.router.dispatch import Router
+from solspark.router.install import Router
 from solspark.router.layout import LayoutReader, TokenLayout
 
 DENOISER_SLOTS = (

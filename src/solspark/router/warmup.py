@@ -17,7 +17,7 @@ from solspark.router.explain import RouteRecord
 from solspark.router.layout import TokenLayout
 
 if TYPE_CHECKING:
-    from solspark.router.dispatch import Router
+    from solspark.router.install import Router
 
 
 def warm_up(

@@ -75,6 +75,7 @@ VARIANTS: dict[str, dict[tuple[Any, str], Any]] = {
     "fit: 168 registers": {(tree_fit, "REGISTERS"): {32: 168}},
     "fit: level 1 by depths": {(kernels, "SPREAD_BELOW"): 4096},
     "score: no pipeline": {(tree_score, "STAGES"): 1},
+    "score: rows a tile ahead": {(tree_score, "STAGES"): 5},
     "score: 4 tiles": {(tree_score, "TILES"): 4},
     "route: 128 registers": {(tree_route, "REGISTERS"): 128},
     "route: level 1 spread": {(kernels, "REGISTER_TOKENS"): 4096},

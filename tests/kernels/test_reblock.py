@@ -99,20 +99,24 @@ def tied_and_broken() -> torch.Tensor:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("order", "candidates"), [("flat", 1024), ("hilbert_wht", 4)])
-def test_spread_nodes_ties_and_broken_rows(order, candidates, monkeypatch):
-    """Nodes above the register limit, with room for their ties and without."""
+def test_spread_nodes_ties_and_broken_rows(monkeypatch):
+    """Nodes above the register limit."""
     monkeypatch.setattr(kernels, "REGISTER_TOKENS", 0)
-    monkeypatch.setattr(tree_spread, "CHUNK", 128)
-    monkeypatch.setattr(tree_spread, "CANDIDATES", candidates)
-    x = tied_and_broken()
-    assert_equals_the_reference(x, initial_order=order, max_children=2)
+    monkeypatch.setattr(tree_spread, "CHUNK", 256)
     # Six leaves in one level: splits of three depths, some of them holes.
-    arbitrary = {"max_children": 8, "fanout_mode": "arbitrary_fanout"}
-    assert_equals_the_reference(x[:2], initial_order=order, **arbitrary)
-    assert_equals_the_reference(
-        gaussian(1, TOKENS, 16), initial_order=order, distance="euclidean", max_children=4
-    )
+    holes = {"max_children": 8, "fanout_mode": "arbitrary_fanout"}
+    assert_equals_the_reference(tied_and_broken(), initial_order="hilbert_wht", **holes)
+    x = gaussian(1, TOKENS, 16)
+    assert_equals_the_reference(x, max_children=2)
+    assert_equals_the_reference(x, distance="euclidean", max_children=4)
+
+
+@pytest.mark.interpreted
+def test_spread_nodes_without_room_for_their_ties(monkeypatch):
+    monkeypatch.setattr(kernels, "REGISTER_TOKENS", 0)
+    monkeypatch.setattr(tree_spread, "CHUNK", 512)
+    monkeypatch.setattr(tree_spread, "CANDIDATES", 4)
+    assert_equals_the_reference(tied_and_broken()[1:], max_children=4)
 
 
 @pytest.mark.interpreted

@@ -5,9 +5,9 @@
 
 One program = up to TILES tiles of ROWS tokens of one (tree, node): it reads the node's S directions
 once, then every feature row once (256 bytes each at D = 128, wherever they lie), and writes 4 S
-bytes a token, whole sectors. The loop is pipelined: the ids of two tiles ahead and the rows of the
-next one are on their way while a tile is scored. Without that a program waits for three dependent
-loads a tile, which left half of the bandwidth unused.
+bytes a token, whole sectors. The loop is pipelined: the ids of a tile come two tiles ahead, its
+rows as soon as the tile before is done, by asynchronous copies. Without that a program waits for
+three dependent loads a tile, which left half of the bandwidth unused.
 x / |x| is formed in float32 and rounded to float16 with float16 directions; float32 directions keep
 float32 operands. Sums are float32. The same file holds the row norms, which are read once for all
 levels.
@@ -25,7 +25,8 @@ TILES = 8
 """Tiles of a program: it has a node of the deep levels (256 to 320 tokens) to itself."""
 
 STAGES = 3
-"""Ids two tiles ahead, rows one; more stages compile to the same loop."""
+"""Ids two tiles ahead. From 5 stages on rows come a whole tile ahead too, for 168 registers instead
+of 128: three programs an SM, not four."""
 
 
 @triton.jit

@@ -348,6 +348,30 @@ def test_equals_the_reference_on_a_gpu(dtype: torch.dtype, options: dict):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_children": 16},
+        {"max_children": 16, "fanout_mode": "arbitrary_fanout"},
+        {"max_children": 64, "landmark_count": 64},
+        {"distance": "euclidean"},
+    ],
+    ids=str,
+)
+def test_long_nodes_of_a_gpu_are_those_of_the_cpu(options: dict):
+    """Nodes that many programs route: few ties, many, and more than have room."""
+    grid, x = TokenGrid(15, 30, 31), gaussian(3, 13950, 128, dtype=torch.bfloat16)
+    x[1] = (x[1] * 0.6).round()
+    x[2, ::3] = x[2, :1]
+    chosen = ReblockOptions(**options)
+    got = ops.reblock(x.cuda(), grid_shape=grid, options=chosen)
+    again = ops.reblock(x.cuda(), grid_shape=grid, options=chosen, validate=False)
+    assert again.permutation.equal(got.permutation)
+    expected = ops.reblock(x, grid_shape=grid, options=chosen)
+    assert (got.permutation.cpu() != expected.permutation).float().mean() <= 1e-3
+
+
+@pytest.mark.gpu
 def test_a_production_shape_on_a_gpu():
     grid = TokenGrid(37, 24, 42)
     x = torch.randn(8, grid.tokens, 128, device="cuda", dtype=torch.bfloat16)

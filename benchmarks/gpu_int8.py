@@ -19,7 +19,7 @@ from torch import Tensor
 
 from solspark import last_call
 from solspark.int8 import sol_attn
-from solspark.kernels.sol_int8 import launch_sol_int8
+from solspark.kernels.sol_int8 import REGISTERS, launch_sol_int8
 from solspark.ops._sol_int8_triton import Routes
 from solspark.ops.qkv_producer import quantize_qkv
 from solspark.reference.sol_int8 import LOG2E
@@ -112,7 +112,7 @@ def main() -> None:
             None,
             a=SCALE * LOG2E,
             dtype=q.dtype,
-            **variant,
+            **{"registers": REGISTERS.get(torch.cuda.get_device_capability()), **variant},
         )
 
     for name, options in ROUTES.items():

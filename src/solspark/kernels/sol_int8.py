@@ -39,9 +39,9 @@ ROUNDER_BITS = tl.constexpr(0x4B400000)
 # Depth of the ring of K and V tiles; AMD's 64 KiB hold two.
 NUM_STAGES = 3 if torch.version.hip is None else 2
 
-# Three programs of 128 threads share an SM. What little a variant spills, it spills outside the
-# main loop.
-REGISTERS = 168 if torch.version.hip is None else None
+# By compute capability: three programs of 128 threads share an SM. What little a variant spills, it
+# spills outside the main loop; before 9.0 products are mma.sync, which needs all there are.
+REGISTERS = {(9, 0): 168}
 
 
 @triton.jit
@@ -235,14 +235,15 @@ def launch_sol_int8(
     dtype: torch.dtype,
     ptx: bool = torch.version.hip is None,
     num_stages: int = NUM_STAGES,
-    registers: int | None = REGISTERS,
+    registers: int | None = None,
 ) -> Tensor:
     """Enqueue the attention and return [B, T, H, D] of `dtype`.
 
     tail: float32 [BH, N], [BH, N], [BH, N, D], or None; indices integers [BH, N, M], ascending, and
     counts int32 [BH, N]; tokens: int32 [BH, P, A] and [BH, P] for the P pairs of query blocks, or
     None; coarse float32 [BH, N, D], with gate [B, T, H, D]. All are contiguous, but for gate, whose
-    last stride is 1. `ptx`: widen V in NVIDIA's assembly; `registers`: the most a thread has.
+    last stride is 1. `ptx`: widen V in NVIDIA's assembly; `registers`: the most a thread has,
+    None for no bound.
     """
     batch, heads, _, dim = qkv.query.shape
     blocks = qkv.lengths.numel()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from solspark import _checks
+from solspark.ops import _dispatch
 from solspark.reference.sol_int8 import LOG2E, budget
 from solspark.reference.sol_int8_quantized import biased_blocks, pair_centroids
 from solspark.types import BLOCK, BlockPlan, QuantizedQKV
@@ -43,7 +44,7 @@ def run(
     that grows with the square of the length and the number of heads.
     """
     from solspark.kernels.coarse_gate import launch_coarse_gate
-    from solspark.kernels.sol_int8 import launch_sol_int8
+    from solspark.kernels.sol_int8 import REGISTERS, launch_sol_int8
 
     batch, heads, _, _ = qkv.query.shape
     if scale < 0:
@@ -71,6 +72,9 @@ def run(
                 qkv, routes.state, plan, coarse_gate, coarse, a=a, dtype=dtype
             )
         else:
+            # A bound on registers is an option of NVIDIA's compiler alone.
+            capability = None if torch.version.hip else _dispatch.capability(qkv.query.device)
+            registers = None if capability is None else REGISTERS.get(capability)
             out = launch_sol_int8(
                 qkv,
                 routes.state,
@@ -81,6 +85,7 @@ def run(
                 coarse,
                 a=a,
                 dtype=dtype,
+                registers=registers,
             )
     return out, routes.counts.unflatten(0, (batch, heads))
 

@@ -64,6 +64,20 @@ def test_a_file_says_what_it_holds(captured):
     assert query.dtype == torch.float32 and query.isfinite().all()
 
 
+def test_a_request_with_a_keyframe_says_so(tmp_path):
+    image = pytest.importorskip("PIL.Image", reason="the cli extra is not installed")
+    image.new("RGB", (64, 64), "red").save(tmp_path / "red.png")
+    words = f"--layers 0 --evaluations 0 --steps 1 --out {tmp_path / 'calls'}"
+    result = invoke(f"capture --last-frame {tmp_path / 'red.png'} {words}")
+    assert result.exit_code == 0, result.stderr
+    file = tmp_path / "calls" / "layer00-evaluation00.safetensors"
+    with safe_open(str(file), framework="pt") as stored:
+        facts = stored.metadata()
+    assert (facts["workflow"], facts["component"]) == ("fl2va", "transformer")
+    # One latent frame of 3 x 5 rows behind the video, whose grid stays what it was.
+    assert facts["condition_tokens"] == "15" and json.loads(facts["grid"]) == [37, 3, 5]
+
+
 def test_bench_replays_it(captured, tmp_path):
     file, rows = captured / "layer01-evaluation00.safetensors", tmp_path / "rows.jsonl"
     options = f"--level layer,plan --methods spark,sol,reblock --target-s 0.01 --out {rows}"

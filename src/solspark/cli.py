@@ -303,12 +303,12 @@ def env_command(
 @app.command("explain")
 def explain_command(
     context: typer.Context,
-    tokens: Annotated[int, typer.Option(help="Query tokens L_q.")],
+    tokens: Annotated[int, typer.Option(help="Query tokens, L_q.")],
     key_tokens: Annotated[int | None, typer.Option(help="Key tokens; as many by default.")] = None,
-    batch: Annotated[int, typer.Option(help="B.")] = 1,
-    heads: Annotated[int, typer.Option(help="H.")] = 56,
+    batch: Annotated[int, typer.Option(help="Samples, B.")] = 1,
+    heads: Annotated[int, typer.Option(help="Query heads, H.")] = 56,
     key_heads: Annotated[int | None, typer.Option(help="Fewer key heads (GQA).")] = None,
-    head_dim: Annotated[int, typer.Option(help="D.")] = 128,
+    head_dim: Annotated[int, typer.Option(help="Channels of a head, D.")] = 128,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     capability: Annotated[
@@ -322,7 +322,9 @@ def explain_command(
     local_radius: Annotated[int, typer.Option(help="Exact band; -1 for none.")] = 1,
     tail: Annotated[str, typer.Option(help="query, block, block8x8 or none.")] = "query",
     parents: Annotated[int, typer.Option(help="Anchors of reweighted summaries.")] = 1,
-    key_bias: Annotated[bool, typer.Option("--key-bias", help="With a bias a key.")] = False,
+    key_bias: Annotated[
+        bool, typer.Option("--key-bias", help="With a weight or mask for each key.")
+    ] = False,
     lse: Annotated[bool, typer.Option("--lse", help="Return the log-sum-exp.")] = False,
     kv_splits: Annotated[int, typer.Option(help="Splits of the key loop.")] = 1,
     precision: Annotated[

@@ -25,15 +25,14 @@ def test_in_the_interpreter(interpret):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("columns", [1, 37, 70])
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("columns", "share"), [(1, 1.0), (37, 0.3), (70, 0.0)])
 def test_selection(columns, share):
     generator = torch.Generator().manual_seed(columns)
-    scores = (torch.randn(2, 2, 3, columns, generator=generator) * 2).round() / 2
+    scores = (torch.randn(2, 2, 2, columns, generator=generator) * 2).round() / 2
     for value in (math.nan, -math.inf, math.inf, -0.0):
         scores[torch.rand(scores.shape, generator=generator) < 0.05] = value
-    for lead in ((1, 1), (2, 2), (1, 2)):
-        must = torch.rand(*lead, 3, columns, generator=generator) < 0.2
+    for lead in ((1, 1), (2, 2)):
+        must = torch.rand(*lead, 2, columns, generator=generator) < 0.2
         candidates = (torch.rand(must.shape, generator=generator) < 0.7) & ~must
         counts = (candidates.sum(-1, keepdim=True) * share).ceil().long()
         flags = (must.view(torch.uint8), candidates.view(torch.uint8))

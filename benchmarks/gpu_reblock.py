@@ -34,7 +34,7 @@ from unittest import mock
 import torch
 
 from solspark.kernels import reblock as kernels
-from solspark.kernels import tree_fit, tree_route, tree_score, tree_spread
+from solspark.kernels import second_moments, tree_fit, tree_route, tree_score, tree_spread
 from solspark.methods.reblock import PreparedLandmarkTreeV2Permutation, spark_reblock
 from solspark.ops import second_moments as moments_ops
 from solspark.ops._reblock_eager import _Tree
@@ -351,6 +351,12 @@ def time_shape(name: str, iterations: int, write: Callable[[dict[str, Any]], Non
     out = samples.view(2, 1, HEADS, grid.tokens, DIM)[0]
     squares = plan.graph_squares.view(2, 1, HEADS, grid.tokens)[0]
     factor = moments_ops.metric_factor(moments)
+
+    def two_stages() -> None:
+        # Three programs an SM with one tile ahead, for two programs with two.
+        with mock.patch.object(second_moments, "STAGES", 2):
+            moments_ops.features(key, factor, out=out, squares=squares)
+
     for label, call in (
         ("moments, one side", lambda: moments_ops.second_moments(key, grid=grid)),
         ("cholesky, both sides", lambda: moments_ops.metric_factor(both)),
@@ -358,6 +364,7 @@ def time_shape(name: str, iterations: int, write: Callable[[dict[str, Any]], Non
             "features and norms, one side",
             lambda: moments_ops.features(key, factor, out=out, squares=squares),
         ),
+        ("features and norms, one side, 2 stages", two_stages),
         ("features alone, one side", lambda: moments_ops.features(key, factor, out=out)),
         ("norms alone, both sides", lambda: squared_norms(samples)),
     ):

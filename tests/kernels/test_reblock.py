@@ -271,7 +271,7 @@ def test_routing_in_registers_compiles(compile_ahead, request, tokens: int):
     options = {"num_warps": warps}
     if request.node.callspec.params["compile_ahead"].startswith("gfx"):
         options["num_warps"] = min(warps, 16)
-    elif warps >= 8:
+    else:
         options["maxnreg"] = tree_route.REGISTERS
     compile_ahead(tree_route.route_kernel, TYPES, {"BLOCK": block}, **options)
 

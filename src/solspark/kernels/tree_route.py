@@ -200,7 +200,7 @@ REGISTER_TOKENS = 8192
 """Longest segment that one program selects in registers: 8 keys a thread with 32 warps."""
 
 REGISTERS = 64
-"""Bound on the registers of a thread with 8 warps and more: 32 warps an SM, without a spill."""
+"""Bound on the registers of a thread: 32 warps an SM at every length, without a spill."""
 
 
 def register_config(tokens: int) -> tuple[int, int]:
@@ -220,12 +220,12 @@ def launch_tree_route(
     """
     trees, tokens = order.shape
     count, slots = splits.shape[:2]
+    bound = {"maxnreg": REGISTERS} if torch.version.hip is None else {}
     few = order.new_empty(trees * count * 2 ** (len(sizes) - 1), 2 * FEW.value)
     for depth, size in enumerate(sizes):
         block, warps = register_config(size)
-        bound = warps >= 8 and torch.version.hip is None
         route_kernel[(trees * count, 2**depth)](
             order, scores, nodes, splits, few,
             count, slots, scores.shape[2], tokens, 2**depth - 1, order.stride(0),
-            BLOCK=block, num_warps=warps, **({"maxnreg": REGISTERS} if bound else {}),
+            BLOCK=block, num_warps=warps, **bound,
         )

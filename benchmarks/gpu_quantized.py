@@ -359,7 +359,7 @@ def attend_of(
     )
     operands = _quantized_triton.kernel_operands(query, key, value, resolved)
     lists = _quantized_triton.block_lists(mask, resolved)
-    chosen = config or _quantized_triton.tiles_for(value, mask, resolved)
+    chosen = config or _quantized_triton.tiles_for(value, None, mask, resolved)
     return lambda: kernels.launch_quantized_attention(
         operands,
         head_dim=DIM,

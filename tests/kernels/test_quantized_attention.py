@@ -373,6 +373,17 @@ def test_mean_and_lists():
             assert torch.equal(indices[place][: counts[place]].long(), kept)
 
 
+def test_a_bias_a_pair_takes_fewer_rows_where_four_warps_hold_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    hopper = torch.device("cuda")
+    plain = choose_config(hopper, 128, torch.bfloat16, False, None)
+    assert choose_config(hopper, 128, torch.bfloat16, False, None, True).query_tile == 64
+    assert (plain.query_tile, plain.key_tile) == (128, 64)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    ampere = choose_config(hopper, 128, torch.bfloat16, False, None)
+    assert choose_config(hopper, 128, torch.bfloat16, False, None, True) == ampere
+
+
 def test_tiles_nest_in_blocks():
     for dtype, pv in itertools.product((torch.bfloat16, torch.float32), (False, True)):
         for block_m, block_n in itertools.product((16, 64, 128, 256), (16, 32, 64, 128)):

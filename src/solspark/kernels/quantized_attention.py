@@ -443,13 +443,20 @@ def choose_config(
     dtype: torch.dtype,
     quantized_pv: bool,
     lists: tuple[int, int] | None,
+    biases: bool = False,
 ) -> Config:
     """Return the tiles for a device; None stands for the interpreter.
 
-    dtype: of V, whose product decides. lists: the blocks of a block mask, which tiles nest in. A
-    quantised P takes key tiles of 64, which are part of what it means.
+    dtype: of V, whose product decides. lists: the blocks of a block mask, which tiles nest in.
+    biases: the token mask is a float for each query and key. A quantised P takes key tiles of 64,
+    which are part of what it means.
     """
     config = _table(device, head_dim)
+    if biases and config.warps < 8:
+        # A thread holds as many biases as logits: 300 spill moves a tile at 128 rows on sm_90.
+        config = config._replace(
+            query_tile=min(config.query_tile, 64), stages=min(config.stages, 2)
+        )
     if dtype == torch.float32:
         # Full-precision products go through ordinary multipliers: small tiles, few registers.
         config = Config(64, 32, 4, 1)

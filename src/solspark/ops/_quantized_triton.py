@@ -41,7 +41,7 @@ def attend(
         tile_scales=options.granularity == "tile",
         # A rotated output is turned back before it is rounded.
         out_dtype=torch.float32 if rotated else query.dtype,
-        config=tiles_for(value, block_mask, options),
+        config=tiles_for(value, attn_mask, block_mask, options),
     )
     if rotated:
         out = rotate(out, rotation_size(value.shape[3], options.hadamard))
@@ -76,7 +76,7 @@ def attend_backward(
     if block_mask is not None and with_keys:
         turned = options._replace(block_m=options.block_n, block_n=options.block_m)
         transposed = block_lists(block_mask.transpose(2, 3), turned)
-    config = tiles_for(value, block_mask, options)
+    config = tiles_for(value, attn_mask, block_mask, options)
     grad_query, grad_key, grad_value = launch_quantized_attention_backward(
         query,
         key,
@@ -127,7 +127,9 @@ def block_lists(block_mask: Tensor | None, options: Options) -> Any:
     return Lists(counts, indices, options.block_m, options.block_n)
 
 
-def tiles_for(value: Tensor, block_mask: Tensor | None, options: Options) -> Any:
+def tiles_for(
+    value: Tensor, attn_mask: Tensor | None, block_mask: Tensor | None, options: Options
+) -> Any:
     """Choose tiles; refuse those that an 8-bit product of P and V cannot have."""
     from solspark.kernels.quantized_attention import choose_config
 
@@ -137,6 +139,7 @@ def tiles_for(value: Tensor, block_mask: Tensor | None, options: Options) -> Any
         value.dtype,
         options.pv != "none",
         None if block_mask is None else (options.block_m, options.block_n),
+        attn_mask is not None and attn_mask.is_floating_point() and attn_mask.shape[2] > 1,
     )
     if options.pv in ("int8", "fp8") and config.key_tile < 32:
         raise UnsupportedError(

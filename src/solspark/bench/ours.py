@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solspark import last_call
+from solspark import int8, last_call
 from solspark.bench.baselines import best_dense, judge_lists, listed_flops, sized_lists
 from solspark.bench.case import (
     Case,
-    Unavailable,
     error_against_dense,
     judge_near,
     method,
@@ -25,12 +23,17 @@ from solspark.bench.inputs import Inputs, chunked_projection
 from solspark.bench.lists import block_lists, executed_pairs, plan_density, plan_from_lists
 from solspark.bench.packed_gate import judge_packed
 from solspark.methods.sol import mean_summaries, sol_attn
+from solspark.methods.spark import packed_attention
+from solspark.methods.spark_config import PRESETS, PackedConfig, ReblockConfig
+from solspark.methods.spark_order import plan_orders
 from solspark.ops.block_sparse_attention import block_sparse_attention
 from solspark.ops.pool import Pooled, pool
+from solspark.ops.quantized_attention import quantized_attention
 from solspark.ops.reweight import reweight
 from solspark.ops.score_blocks import score_blocks, thresholds
 from solspark.ops.select_blocks import select_blocks
 from solspark.plan.select import budget, plan_sol
+from solspark.reference.reweight import reweight as reweight_reference
 from solspark.types import BLOCK, BlockPlan, BlockSummaries, block_count
 
 PLAN_OPTIONS = ("tau", "thresh_type", "local_radius", "impl")
@@ -305,15 +308,6 @@ def _plan_sol(inputs: Inputs, options: dict[str, Any]) -> Case:
     )
 
 
-def _optional(module: str, *names: str) -> list[Any]:
-    """Return attributes of a part of this project that may not be there yet."""
-    try:
-        found = importlib.import_module(module)
-        return [getattr(found, name) for name in names]
-    except (ImportError, AttributeError) as error:
-        raise Unavailable(f"{module}: {error}") from error
-
-
 @method("reweight", "spark_reweight", "parents", "reweight_components", "impl")
 def _reweight(inputs: Inputs, options: dict[str, Any]) -> Case:
     """Build reweighted summaries for P anchors; the first is the mean query, the others means of
@@ -337,13 +331,12 @@ def _judge_summaries(
     inputs: Inputs, anchors: Tensor, result: tuple[Tensor, Tensor, Tensor], known: dict[str, Any]
 ) -> Verdict:
     """Judge the summaries of one head against the reference in float64."""
-    (reference,) = _optional("solspark.reference.reweight", "reweight")
     head = inputs.sample.heads[-1]
     part = slice(head, head + 1)
     known = {k: v for k, v in known.items() if k != "impl"}
     tensors = [x[:, :, part] for x in (anchors, inputs.key, inputs.value)]
-    oracle = reference(*(x.double() for x in tensors), **known)
-    rounding = reference(*tensors, **known)
+    oracle = reweight_reference(*(x.double() for x in tensors), **known)
+    rounding = reweight_reference(*tensors, **known)
     for name, got, want, near in zip(("ak", "av", "lm"), result, oracle, rounding, strict=True):
         dtype = got.dtype if name != "lm" else inputs.key.dtype
         verdict = compare(got[:, :, part], want, near, dtype)
@@ -355,11 +348,9 @@ def _judge_summaries(
 @method("plan", "reblock", "layout_reuse", "landmark_count", "impl")
 def _plan_reblock(inputs: Inputs, options: dict[str, Any]) -> Case:
     """Build the order of Q's and K's video rows: moments, features, trees."""
-    (plan_orders,) = _optional("solspark.methods.spark_order", "plan_orders")
-    (config_class,) = _optional("solspark.methods.spark_config", "ReblockConfig")
     known = call_options(options)
     impl = known.pop("impl", None)
-    config = config_class(**known)
+    config = ReblockConfig(**known)
     state: dict[Any, Any] = {}
     return Case(
         run=lambda: plan_orders(
@@ -380,35 +371,31 @@ def _judge_permutations(result: tuple[Tensor, ...]) -> Verdict:
     return Verdict("pass", 0.0)
 
 
-def packed_config(method_name: str, options: dict[str, Any]) -> Any:
+def packed_config(method_name: str, options: dict[str, Any]) -> PackedConfig:
     """Return the PackedConfig of a layer: Sol in the given order, or a Spark preset, with
     overrides.
 
     Options named like a field of the reblock options change the preset's reblock.
     """
-    packed, presets, reblock = _optional(
-        "solspark.methods.spark_config", "PackedConfig", "PRESETS", "ReblockConfig"
-    )
     known = call_options(options)
     known.pop("impl", None)
     preset = options.get("preset") or "default"
     if method_name == "sol":
-        base = packed(
+        base = PackedConfig(
             topk_ratio=None, reblock=None, virtual_query_levels_up=None, force_local_blocks=None
         )
     else:
-        base = presets[preset]
+        base = PRESETS[preset]
     if "tau" in known and "topk_ratio" not in known:
         known["topk_ratio"] = None
-    inner = {k: known.pop(k) for k in list(known) if k in reblock.__dataclass_fields__}
+    inner = {k: known.pop(k) for k in list(known) if k in ReblockConfig.__dataclass_fields__}
     if inner:
-        known["reblock"] = replace(base.reblock or reblock(), **inner)
+        known["reblock"] = replace(base.reblock or ReblockConfig(), **inner)
     return replace(base, **known)
 
 
 def packed_case(name: str, inputs: Inputs, options: dict[str, Any]) -> Case:
     """Return the case of packed attention, Sol or Spark."""
-    (packed_attention,) = _optional("solspark.methods.spark", "packed_attention")
     config = packed_config(name, options)
     problem = inputs.problem
     dense = best_dense(inputs.device)
@@ -466,10 +453,9 @@ method("layer", "sol", "topk_ratio", "tau", "impl")(_packed("sol"))
 @method("call", "sol-int8", "topk_ratio", "tau", "token_aug", "impl")
 def _int8(inputs: Inputs, options: dict[str, Any]) -> Case:
     """Build the direct INT8 call."""
-    (attend,) = _optional("solspark.int8", "sol_attn")
     known = call_options(options)
     return Case(
-        run=lambda: attend(inputs.query, inputs.key, inputs.value, **known),
+        run=lambda: int8.sol_attn(inputs.query, inputs.key, inputs.value, **known),
         judge=lambda out: judge_near(inputs, out, 1.0),
         density=lambda out: _int8_density(),
         error=lambda out: error_against_dense(inputs, out),
@@ -504,7 +490,6 @@ def _int8_outliers(inputs: Inputs, options: dict[str, Any]) -> Case:
     Four channels are `gain` times as loud as the others in the operands that `loud` names; Q and K
     are half as large as the inputs, as the INT8 specification has them in its tests.
     """
-    (attend,) = _optional("solspark.int8", "sol_attn")
     known = {"loud": "k", "gain": 50.0, **call_options(options)}
     powers, gain = LOUD.get(known.pop("loud")), float(known.pop("gain"))
     if powers is None:
@@ -516,7 +501,7 @@ def _int8_outliers(inputs: Inputs, options: dict[str, Any]) -> Case:
     # Loud in both, Q and K make softmax all but one-hot: the error is a few rows whose key changes.
     loud.sample = sample_rows(query.shape[1], inputs.heads, inputs.device, rows=query.shape[1])
     return Case(
-        run=lambda: attend(query, key, value, -1e9, **known),
+        run=lambda: int8.sol_attn(query, key, value, -1e9, **known),
         judge=lambda out: judge_near(loud, out, 1.0),
         error=lambda out: error_against_dense(loud, out),
         timed=False,
@@ -527,14 +512,13 @@ def _int8_outliers(inputs: Inputs, options: dict[str, Any]) -> Case:
 @method("call", "sol-int8-chunked", "topk_ratio", "tau", "token_aug", "primed", "impl")
 def _int8_chunked(inputs: Inputs, options: dict[str, Any]) -> Case:
     """Build the INT8 call over a fused projection in chunks, cold or primed."""
-    (attend,) = _optional("solspark.int8", "sol_attn_chunked")
     known = call_options(options)
     primed = known.pop("primed", False)
     projected = chunked_projection(inputs)
     state: dict[str, Any] = {}
 
     def call() -> Any:
-        return attend(*projected, **{**known, **state})
+        return int8.sol_attn_chunked(*projected, **{**known, **state})
 
     if primed:
         # With `balance` its factors come back too.
@@ -560,7 +544,6 @@ def _quantized_options(options: dict[str, Any]) -> dict[str, Any]:
 @method("attend", "quantized", "lists", "topk_ratio", "matmul", "pv", "impl")
 def _quantized(inputs: Inputs, options: dict[str, Any]) -> Case:
     """Build quantised attention under a block mask of 128 rows and 64 keys."""
-    (attend,) = _optional("solspark.ops.quantized_attention", "quantized_attention")
     lists = sized_lists(inputs, options, QUANTIZED_BLOCK)
     columns = block_count(inputs.key.shape[1], QUANTIZED_BLOCK[1])
     mask = torch.zeros(*lists.shape[:2], columns, dtype=torch.bool, device=inputs.device)
@@ -572,7 +555,9 @@ def _quantized(inputs: Inputs, options: dict[str, Any]) -> Case:
         return _within(verdict, LOW_PRECISION_ERROR)
 
     return Case(
-        run=lambda: attend(inputs.query, inputs.key, inputs.value, block_mask=mask[None], **known),
+        run=lambda: quantized_attention(
+            inputs.query, inputs.key, inputs.value, block_mask=mask[None], **known
+        ),
         judge=judge,
         density=lambda out: lists.shape[2] / columns,
         flops=lambda density: listed_flops(inputs, lists, QUANTIZED_BLOCK),
@@ -583,10 +568,9 @@ def _quantized(inputs: Inputs, options: dict[str, Any]) -> Case:
 @method("call", "dense-int8", "matmul", "pv", "impl")
 def _dense_int8(inputs: Inputs, options: dict[str, Any]) -> Case:
     """Build quantised attention over all keys."""
-    (attend,) = _optional("solspark.ops.quantized_attention", "quantized_attention")
     known = _quantized_options(options)
     return Case(
-        run=lambda: attend(inputs.query, inputs.key, inputs.value, **known),
+        run=lambda: quantized_attention(inputs.query, inputs.key, inputs.value, **known),
         judge=lambda out: judge_near(inputs, out, LOW_PRECISION_ERROR),
         density=lambda out: 1.0,
         flops=lambda density: float(inputs.problem.dense_flops(inputs.heads)),

@@ -45,6 +45,7 @@ from solspark.ops import _quantized_triton
 from solspark.ops.quantized_attention import fp8_obstacle, quantized_attention
 from solspark.reference.quantized_attention import Options
 from solspark.router import SelectorSpec, select_adaptive
+from solspark.router.selector import GeometryCache
 
 HEADS, DIM = 56, 128
 DEVICE = torch.device("cuda")
@@ -74,6 +75,7 @@ DENSE_MS = 91.7
 """comfy-kitchen's dense INT8 attention at the default shape on an H200."""
 SPEED_UPS = {0.3: 2.9, 0.15: 5.0}
 """Wanted over cuDNN in the same run."""
+GEOMETRY = GeometryCache()
 OK = True
 
 
@@ -122,9 +124,9 @@ def sampled_error(
 
 
 def selection(query: Tensor, key: Tensor, budget: float) -> Tensor:
-    """Return the selector's tiles of 128 x 64 at a budget."""
+    """Return the selector's tiles of 128 x 64 at a budget, its geometry cached as the stage does."""
     spec = SelectorSpec(budget=budget, force=True)
-    chosen = select_adaptive(query.transpose(1, 2), key.transpose(1, 2), spec)
+    chosen = select_adaptive(query.transpose(1, 2), key.transpose(1, 2), spec, cache=GEOMETRY)
     assert chosen is not None
     return chosen.keep
 
@@ -292,6 +294,22 @@ def time_all(table: Table, sweep: bool) -> None:
                 options={**options, "budget": budget},
             )
             judge(f"{name}, {share}", budget, timing.ms, table)
+            if mask is not None:
+                timing = table.time(
+                    f"{name}, {share}, selection and call",
+                    lambda budget=budget, options=options: quantized_attention(
+                        query,
+                        key,
+                        value,
+                        block_mask=selection(query, key, budget),
+                        impl="triton",
+                        **options,
+                    ),
+                    density=density,
+                    precision="int8",
+                    options={**options, "budget": budget, "selection": True},
+                )
+                judge(f"{name}, {share} with its selection", budget, timing.ms, table)
             attend = attend_of(query, key, value, mask, options)
             table.time(
                 f"{name}, {share}, attention alone",

@@ -124,7 +124,7 @@ def sampled_error(
 
 
 def selection(query: Tensor, key: Tensor, budget: float) -> Tensor:
-    """Return the selector's tiles of 128 x 64 at a budget; its geometry is kept, as in the stage."""
+    """Return the selector's tiles of 128 x 64 at a budget, with the geometry kept."""
     spec = SelectorSpec(budget=budget, force=True)
     chosen = select_adaptive(query.transpose(1, 2), key.transpose(1, 2), spec, cache=GEOMETRY)
     assert chosen is not None

@@ -74,9 +74,13 @@ def cut_blocks_kernel(
     if SINGLE:
         key = _candidate_keys(score_row, column_ptr, live_row, offs, key_blocks, HAS_LIVE)
         k = tl.minimum(top_k, tl.sum((key != LOWEST_KEY).to(tl.int32)))
+        highest = tl.max(key)
         while (step < 32) & (above != k):
             trial = tl.where(step == 0, 0, cut | weight)
-            above = tl.sum((key >= trial).to(tl.int32))
+            above = tl.full([], 0, tl.int32)
+            if trial <= highest:
+                # The high bits of an exponent rarely need a count.
+                above = tl.sum((key >= trial).to(tl.int32))
             cut = tl.where(above >= k, trial, cut)
             weight = tl.where(step == 0, 1073741824, weight >> 1)
             step += 1
@@ -158,10 +162,15 @@ def select_blocks_kernel(
         if TOP_K:
             key = _ordered_key(score)
             tie = (candidate & (key == cut)).to(tl.int32)
-            before = tl.cumsum(tl.sum(tie, axis=1), axis=0) - tl.sum(tie, axis=1)
-            rank = before[:, None] + tl.cumsum(tie, axis=1)
-            chosen = candidate & ((key > cut) | ((tie != 0) & (rank <= spare)))
-            spare -= tl.sum(tie)
+            ties = tl.sum(tie)
+            fits = tie != 0
+            if ties > spare:
+                # Only where some of them do not fit do they need an order.
+                before = tl.cumsum(tl.sum(tie, axis=1), axis=0) - tl.sum(tie, axis=1)
+                rank = before[:, None] + tl.cumsum(tie, axis=1)
+                fits = fits & (rank <= spare)
+            chosen = (candidate & (key > cut)) | fits
+            spare -= ties
         else:
             chosen = candidate & (score > threshold)
         near = tl.where(j > i, j - i, i - j) <= radius

@@ -288,8 +288,10 @@ def test_module_processors_are_put_back(transformer: Any) -> None:
     del attn.processor
     attn.set_processor(learned)
     try:
-        with install_h3_sol_attn(transformer):
-            assert attn.get_processor() is not learned
+        with pytest.warns(RuntimeWarning, match="Learned on 1 layers"):
+            plugin = install_h3_sol_attn(transformer).apply()
+        assert attn.get_processor() is not learned
+        plugin.remove()
         assert attn.get_processor() is learned and attn._modules["processor"] is learned
     finally:
         attn.set_processor(original)
@@ -848,10 +850,44 @@ def test_processors_without_a_backend_show_none(transformer: Any) -> None:
     attn = transformer.transformer_blocks[1].attn
     original = attn.get_processor()
     attn.set_processor(lambda attn, hidden, *rest: hidden)
-    with install_h3_sol_attn(transformer):
-        ours = attn.get_processor()
-        assert not hasattr(ours, "_attention_backend") and not hasattr(ours, "_parallel_config")
+    with pytest.warns(RuntimeWarning, match="<lambda> on 1 layers"):
+        plugin = install_h3_sol_attn(transformer).apply()
+    ours = attn.get_processor()
+    assert not hasattr(ours, "_attention_backend") and not hasattr(ours, "_parallel_config")
+    plugin.remove()
     attn.set_processor(original)
+
+
+def test_processors_of_others_are_named_where_they_no_longer_run(
+    transformer: Any, make_request: Any, denoise: Any
+) -> None:
+    """An override that a sparse call would pass over in silence is said at once, and in reports."""
+    seen: list[int] = []
+    before = processors(transformer)
+    base: Any = type(before[0])
+
+    class Louder(base):
+        def __call__(self, *arguments: Any, **options: Any) -> Tensor:
+            seen.append(len(plugin.records()))
+            return super().__call__(*arguments, **options)
+
+    class Renamed(base):
+        """Attends as its base does, so nothing is lost."""
+
+    for layer, other in ((2, Louder()), (3, Renamed())):
+        transformer.transformer_blocks[layer].attn.set_processor(other)
+    try:
+        with pytest.warns(RuntimeWarning, match=r"not diffusers' own \(.*Louder on 1 layers\)"):
+            plugin = install_h3_sol_attn(
+                transformer, num_denoise_steps=2, warmup_steps=1, dense_layers=0
+            ).apply()
+        denoise(transformer, make_request(), 2)
+        (name,) = plugin.summary()["foreign_processors"]
+        assert name.endswith("Louder") and len(seen) == 1
+        plugin.remove()
+    finally:
+        for block, processor in zip(transformer.transformer_blocks, before, strict=True):
+            block.attn.set_processor(processor)
 
 
 # ------------------------------------------------------------------ other people's machinery

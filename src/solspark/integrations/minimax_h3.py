@@ -14,7 +14,8 @@ plugin on the old module.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -47,6 +48,18 @@ ATTENTION_NAMES = (
 """What the processor uses of an attention module."""
 
 
+def foreign_processors(processors: Iterable[Any]) -> dict[str, int]:
+    """Count, by name, the processors that do not attend as diffusers' own does."""
+    own: Any = require_diffusers().MiniMaxH3AttnProcessor
+    return dict(
+        Counter(
+            getattr(each, "__qualname__", type(each).__name__)
+            for each in processors
+            if type(each).__call__ is not own.__call__
+        )
+    )
+
+
 class H3SparseAttentionPlugin:
     """Sparse attention for one transformer: a context manager, or `apply()` and `remove()`.
 
@@ -73,6 +86,7 @@ class H3SparseAttentionPlugin:
         self._processors: list[H3SparseAttentionProcessor] = []
         self._hook: Any = None
         self._left: list[str] = []
+        self._foreign: dict[str, int] = {}
         backend = config.dense_backend
         known = _known_backends()
         if isinstance(backend, str) and backend not in known:
@@ -141,6 +155,15 @@ class H3SparseAttentionPlugin:
                 )
                 self._processors.append(processor)
                 self._swap.swap(f"transformer_blocks.{layer}.attn", block.attn, processor)
+            self._foreign = foreign_processors(item.original for item in self._processors)
+            if self._foreign:
+                names = ", ".join(f"{name} on {n} layers" for name, n in self._foreign.items())
+                warnings.warn(
+                    f"attention processors that are not diffusers' own ({names}): dense calls run "
+                    "them, sparse calls attend as diffusers' own would",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         except BaseException:
             self._restore()
             raise
@@ -219,12 +242,18 @@ class H3SparseAttentionPlugin:
             A plain dict: identity (`method`, `preset`, `sol_backend`, `implementations`), schedule,
             `processor_calls` (counters `dense:<reason>`, `sparse:sol` and inner calls), routing
             (`sol_route_density` of the first sparse call, `resolved`), layout, `by_evaluation` and
-            `by_layer` (calls, density, seconds), an echo of the options, and what went wrong:
-            `replaced_processors`. With INT8 `int8` says whether channels are rotated and balanced,
-            and for how many layers a calibration is kept; cold and primed calls are counted.
+            `by_layer` (calls, density, seconds), an echo of the options, and what stood in the way:
+            `replaced_processors`, and `foreign_processors` (name -> layers), whose own attention
+            sparse calls do not run. With INT8 `int8` says whether channels are rotated and
+            balanced, and for how many layers a calibration is kept; cold and primed calls are
+            counted.
         """
         replaced = self._swap.replaced() if self.active else list(self._left)
-        return {**run_summary(self.controller), "replaced_processors": replaced}
+        return {
+            **run_summary(self.controller),
+            "replaced_processors": replaced,
+            "foreign_processors": dict(self._foreign),
+        }
 
     def records(self) -> list[dict[str, Any]]:
         """Return one record a processor call, in order; waits for the device.

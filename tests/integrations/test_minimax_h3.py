@@ -909,6 +909,26 @@ def test_accelerate_hooks(transformer: Any, make_request: Any, denoise: Any) -> 
         hooks.remove_hook_from_module(transformer)
 
 
+@pytest.mark.parametrize("install", [install_h3_sol_attn, install_h3_spark_attn])
+def test_blocks_that_a_step_cache_skips_are_only_missing(
+    transformer: Any, make_request: Any, denoise: Any, monkeypatch: pytest.MonkeyPatch, install: Any
+) -> None:
+    """Others' caches leave blocks out of some evaluations; no block may count on another."""
+    skipping = transformer.transformer_blocks[1]
+    usual = skipping.forward
+
+    def cached(hidden: Tensor, *rest: Any) -> Tensor:
+        return usual(hidden, *rest) if plugin.controller.evaluation == 0 else hidden
+
+    monkeypatch.setattr(skipping, "forward", cached)
+    with install(transformer, num_denoise_steps=3, min_tokens=0, **ALL_SPARSE) as plugin:
+        out = denoise(transformer, make_request(), 3)
+        summary = plugin.summary()
+    assert out.isfinite().all() and summary["completed_evaluations"] == 3
+    calls = [row["calls"]["sparse:sol"] for row in summary["by_layer"]]
+    assert calls == [3, 1, 3, 3]
+
+
 def test_lora_scale_keyword_passes_through(transformer: Any, make_request: Any) -> None:
     inputs = {**make_request().inputs(0.0), "attention_kwargs": {"scale": 1.0}}
     with install_h3_sol_attn(transformer, num_denoise_steps=1), torch.no_grad():

@@ -153,7 +153,7 @@ def test_options_reach_the_kernel():
             {},
             {"quantized_smooth_k": False},
             {"quantized_hadamard": 64},
-            {"quantized_granularity": "tile"},
+            {"quantized_granularity": "row"},
             {"quantized_pv": "int8"},
             {"quantized_matmul": "none"},
         )

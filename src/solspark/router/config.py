@@ -119,7 +119,8 @@ class RouterConfig:
         quantized_pv: operands of P V: the same names.
         quantized_smooth_k: subtract the mean key first.
         quantized_hadamard: rotate head channels in groups of this size, 0 not at all.
-        quantized_granularity: one scale a "row" (token) or a "tile" of 64 tokens.
+        quantized_granularity: one scale of keys and values for a "tile" of 64 tokens, or one a
+            "row" (token), which is more exact and slower (docs/measured.md, Quantised attention).
         extra: options that a host's own backends declare.
     """
 
@@ -134,7 +135,7 @@ class RouterConfig:
     quantized_pv: str = "none"
     quantized_smooth_k: bool = True
     quantized_hadamard: int = 0
-    quantized_granularity: str = "row"
+    quantized_granularity: str = "tile"
     extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:

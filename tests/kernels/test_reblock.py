@@ -125,6 +125,34 @@ def test_ties_and_broken_rows_in_registers():
 
 
 @pytest.mark.interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities in a guess
+def test_the_cut_of_scores_that_are_hard_to_guess():
+    """Gaps, far outliers, one value, subnormals, infinities and NaN; the cut at both ends too."""
+    tokens = 700
+    x = gaussian(9, tokens, dtype=torch.float32)
+    x[1] = x[1].sign() + x[1] * 1e-4
+    x[2, 5], x[2, 6] = 1e30, -1e30
+    x[3] = 0.25
+    x[4] *= 1e-42
+    x[5, :60], x[5, 60:90], x[5, 90:130] = math.inf, -math.inf, math.nan
+    x[6] = math.nan
+    x[7] = (x[7] * 20).round() / 20
+    x[8] = x[8].sign() * 10.0 ** (x[8] * 12)
+    nodes = torch.tensor([[0, tokens]], dtype=torch.int32)
+    order = torch.stack([torch.randperm(tokens) for _ in x]).int()
+    keys = [[reference.order_key(value) for value in row] for row in x.tolist()]
+    for capacity in (1, 64, 320, 349, 699):
+        splits = torch.tensor([[[0, tokens, capacity], [0, 0, 0]]], dtype=torch.int32)
+        got = order.clone()
+        tree_route.launch_tree_route(got, x[..., None].contiguous(), nodes, splits, (tokens,))
+        for key, before, after in zip(keys, order.tolist(), got.tolist(), strict=True):
+            ranked = sorted(range(tokens), key=lambda token, key=key: (*key[token], token))
+            left = set(ranked[:capacity])
+            expected = [t for t in before if t in left] + [t for t in before if t not in left]
+            assert after == expected
+
+
+@pytest.mark.interpreted
 def test_fits_in_one_launch_equal_fits_by_depth(monkeypatch):
     monkeypatch.setattr(kernels, "SPREAD_BELOW", 0)
     assert_equals_the_reference(gaussian(2, TOKENS, 32), max_children=16)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from solspark import last_call
 from solspark.int8 import sol_attn
-from solspark.kernels.sol_int8 import REGISTERS, launch_sol_int8
-from solspark.ops._sol_int8_triton import Routes
+from solspark.kernels.sol_int8 import launch_sol_int8
+from solspark.ops._sol_int8_triton import Routes, parts_of_values, register_bound
 from solspark.ops.qkv_producer import quantize_qkv
 from solspark.reference.sol_int8 import LOG2E
 
@@ -37,6 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "4 stages, 2 programs on an SM": dict(num_stages=4, registers=232),
     "V widened by the compiler": dict(ptx=False),
     "any number of registers": dict(registers=None),
+    "values in two halves": dict(parts=2),
 }
 EXPECTED = {
     ("quantise", ""): "2.5",
@@ -95,6 +96,7 @@ def main() -> None:
     show("quantise", "rotated, balanced", lambda: quantize_qkv(q, k, v, impl="triton", **both))
     qkv = quantize_qkv(q, k, v, impl="triton")
     blocks = qkv.lengths.numel()
+    shipped = dict(parts=parts_of_values(q.device), registers=register_bound(q.device))
 
     def found(options: dict[str, Any]) -> Routes:
         routes = Routes(qkv, SCALE * LOG2E, (0, 0), (0, 0), True, options.get("token_aug", 0))
@@ -112,7 +114,7 @@ def main() -> None:
             None,
             a=SCALE * LOG2E,
             dtype=q.dtype,
-            **{"registers": REGISTERS.get(torch.cuda.get_device_capability()), **variant},
+            **{**shipped, **variant},
         )
 
     for name, options in ROUTES.items():

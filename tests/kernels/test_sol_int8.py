@@ -190,7 +190,8 @@ CASES = {
     "scale-below-zero": dict(tokens=200, tau=0.5, scale=-0.06),
     "tied": dict(tokens=331, topk_ratio=0.4, equal=True, shape=(1, 1)),
     "no-budget": dict(tokens=331, topk_ratio=0.4, sinks=(0, 5), tail=False, shape=(1, 1)),
-    "tokens": dict(tokens=459, tau=1.6, token_aug=64, shape=(1, 1)),
+    "two-parts": dict(tokens=331, tau=1.2, parts=2, gate=True, shape=(1, 1)),
+    "tokens": dict(tokens=459, tau=1.6, token_aug=64, parts=2, shape=(1, 1)),
     "tokens-odd-pairs": dict(
         tokens=440, topk_ratio=0.1, token_aug=256, sinks=(2, 3), bias=True, stale=True, shape=(2, 1)
     ),
@@ -209,6 +210,8 @@ def test_attention_does_the_integer_arithmetic(name: str, monkeypatch):
     options = dict(CASES[name])
     tokens = options.pop("tokens")
     batch, heads = options.pop("shape", (2, 2))
+    parts = options.pop("parts", 1)
+    monkeypatch.setattr(_sol_int8_triton, "parts_of_values", lambda device: parts)
     # Scores of some hundred octaves have a last bit of 3e-5: more bytes turn over.
     bound = options.pop("bound", SAME_INTEGERS)
     query, key, value = inputs(tokens, batch=batch, heads=heads)
@@ -228,7 +231,7 @@ def test_attention_does_the_integer_arithmetic(name: str, monkeypatch):
     if options.pop("lengths", False):
         lengths = torch.tensor([64, 3, 50, 64, 1, 9], dtype=torch.int32)
     if options.pop("gate", False):
-        options["coarse_gate"] = torch.randn(2, 2, tokens, 128).transpose(1, 2)
+        options["coarse_gate"] = torch.randn(batch, heads, tokens, 128).transpose(1, 2)
     if options.pop("stale", False):
         center = torch.randn(batch, heads, 128)
     qkv = reference_quantize(query, key, value, key_bias=bias, block_len=lengths, key_center=center)
@@ -281,6 +284,8 @@ def all_launches(record_launches, tokens: int, batch: int, heads: int, **options
 
 def test_compiles(record_launches, compile_launch, target: str, monkeypatch):
     nvidia = target.startswith("sm")
+    parts = 2 if target in ("sm_80", "sm_86", "sm_89", "sm_120") else 1
+    monkeypatch.setattr(_sol_int8_triton, "parts_of_values", lambda device: parts)
     for launch in (launch_sol_int8, launch_token_rest):
         monkeypatch.setitem(launch.__kwdefaults__, "ptx", nvidia)
     gate = torch.zeros(1, 130, 2, 128, dtype=torch.bfloat16)
@@ -310,11 +315,14 @@ def test_compiles(record_launches, compile_launch, target: str, monkeypatch):
     # A primed call reads its chunks once: it keeps the factors and takes sums while it quantises.
     assert set(primed) == {"quantise_kernel"}
     assert set(cold) == {"harvest_kernel", "energy_kernel", "quantise_kernel"}
-    if target != "sm_90":
+    if target == "sm_90":
+        bare = all_launches(record_launches, 130, 1, 2, tail=False)
+        seen["bare"] = next(item for item in bare if item.kernel.__name__ == "sol_int8_kernel")
+    else:
         del seen["quantise_kernel"]  # with norm, RoPE and a rotation it does all that and more
     for launch in (*seen.values(), *primed.values(), cold["energy_kernel"]):
         exact = target == "sm_90" and launch.kernel.__name__ == "sol_int8_kernel"
-        bound = {"maxnreg": REGISTERS[9, 0]} if exact else {}
+        bound = {"maxnreg": REGISTERS} if exact else {}
         compiled = compile_launch(launch, target, **bound)
         if exact:
             # Scores run on the tensor cores in integers, values in float16.

@@ -15,9 +15,10 @@ converted, scaled and added in registers. Only the last block can hold rows past
 of its ascending list, so that the main loop masks nothing.
 
 On sm_90 (triton 3.6) the main loop is 590 instructions a warp and tile, both products are wgmma and
-163 registers a thread let three programs share an SM; 1,049 and two with an int8 product of P and
+167 registers a thread let three programs share an SM; 1,049 and two with an int8 product of P and
 V. Predicted, not yet run: 600 to 750 cycles a tile, 7.4 million tiles at T = 73,584, H = 56, 10 %,
-so 20 to 25 ms.
+so 20 to 25 ms. Where products are mma.sync (sm_89), 880 instructions and no spills with the sums in
+two halves, 1,240 and spills in one.
 """
 
 from __future__ import annotations
@@ -39,43 +40,55 @@ ROUNDER_BITS = tl.constexpr(0x4B400000)
 # Depth of the ring of K and V tiles; AMD's 64 KiB hold two.
 NUM_STAGES = 3 if torch.version.hip is None else 2
 
-# By compute capability: three programs of 128 threads share an SM. What little a variant spills, it
-# spills outside the main loop; before 9.0 products are mma.sync, which needs all there are.
-REGISTERS = {(9, 0): 168}
+# Three programs of 128 threads share an SM. What little a variant spills, it spills outside the
+# main loop.
+REGISTERS = 168
 
 
 @triton.jit
-def widen(v, PTX: tl.constexpr):
-    """Turn int8 into float16: byte + 128 becomes the mantissa of 1024, four bytes at a time."""
+def widen(words, PTX: tl.constexpr):
+    """Turn words of four int8 into float16, four times as many columns, in the bytes' order.
+
+    A byte + 128 becomes the mantissa of 1024. Joining the bytes, unlike an element-wise cast of
+    them, keeps the compiler from reading V byte by byte where a product is mma.sync.
+    """
     if PTX:
-        return tl.inline_asm_elementwise(
+        first, second, third, fourth = tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 bytes, bias;
-            xor.b32 bytes, $2, 0x80808080;
+            .reg .b32 bytes, bias, low, high;
+            xor.b32 bytes, $4, 0x80808080;
             mov.b32 bias, 0x64806480;
-            prmt.b32 $0, bytes, 0x64646464, 0x5140;
-            prmt.b32 $1, bytes, 0x64646464, 0x7362;
-            sub.f16x2 $0, $0, bias;
-            sub.f16x2 $1, $1, bias;
+            prmt.b32 low, bytes, 0x64646464, 0x5140;
+            prmt.b32 high, bytes, 0x64646464, 0x7362;
+            sub.f16x2 low, low, bias;
+            sub.f16x2 high, high, bias;
+            mov.b32 {$0, $1}, low;
+            mov.b32 {$2, $3}, high;
             }
             """,
-            "=r,=r,r",
-            args=[v],
-            dtype=tl.float16,
+            "=h,=h,=h,=h,r",
+            args=[words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
-            pack=4,
+            pack=1,
         )
     else:
-        return v.to(tl.float16)
+        first = (words << 24 >> 24).to(tl.float16)
+        second = (words << 16 >> 24).to(tl.float16)
+        third = (words << 8 >> 24).to(tl.float16)
+        fourth = (words >> 24).to(tl.float16)
+    bytes = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return tl.reshape(bytes, (words.shape[0], 4 * words.shape[1]))
 
 
 @triton.jit
-def add_tile(s, v, factor, high, base, mass, acc, SCALED: tl.constexpr, PTX: tl.constexpr):
-    """Add a tile of scores, still to be multiplied by `factor` unless SCALED, to a state.
+def weigh_tile(s, factor, high, base, mass, SCALED: tl.constexpr):
+    """Return a tile's weights, 0 to 255 in float16, for scores still to be scaled unless SCALED.
 
-    The state is a running maximum, the maximum `base` of the newest tile, and mass and sums in
-    units of 2^base / 255. A masked score is below all that the smallest `base` allows.
+    The state is a running maximum, the maximum `base` of the newest tile, and mass in units of
+    2^base / 255; `keep` brings sums to the new base. A masked score is below all that the smallest
+    `base` allows.
     """
     if SCALED:
         peak = tl.max(s, 1)
@@ -92,8 +105,28 @@ def add_tile(s, v, factor, high, base, mass, acc, SCALED: tl.constexpr, PTX: tl.
     count = tl.sum(p.to(tl.int32, bitcast=True) - ROUNDER_BITS, 1)
     keep = tl.exp2(base - peak)
     mass = mass * keep + count.to(tl.float32)
-    acc = tl.dot((p - ROUNDER).to(tl.float16), widen(v, PTX), acc * keep[:, None])
-    return tl.maximum(high, peak), peak, mass, acc
+    return (p - ROUNDER).to(tl.float16), keep, tl.maximum(high, peak), peak, mass
+
+
+@triton.jit
+def add_values(acc, p, keep, v_ptr, keys, PART: tl.constexpr, D: tl.constexpr, PTX: tl.constexpr):
+    """Add the weighed values of some keys to sums over the PARTth share of the channels."""
+    WORDS: tl.constexpr = acc.shape[1] // 4
+    offs = PART * WORDS + tl.arange(0, WORDS)
+    words = tl.load(v_ptr + keys[:, None] * (D // 4) + offs[None, :])
+    return tl.dot(p, widen(words, PTX), acc * keep[:, None])
+
+
+@triton.jit
+def start_sums(
+    tail_ptr, row, PART: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr
+):
+    """Return the sums of a share of the channels before any tile: the tail's row, or none."""
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    if TAIL:
+        tail = tl.load(tail_ptr + row + PART * WIDTH + tl.arange(0, WIDTH)) * 255.0
+        acc += tail[None, :]
+    return acc
 
 
 @triton.jit(do_not_specialize=["heads", "blocks", "tokens", "width", "budget", "sgb"])
@@ -133,6 +166,7 @@ def sol_int8_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
     PTX: tl.constexpr,
 ):
     pid = tl.program_id(0)
@@ -142,6 +176,7 @@ def sol_int8_kernel(
     h = bh % heads
     offs = tl.arange(0, ROWS)
     offs_d = tl.arange(0, D)
+    WIDTH: tl.constexpr = D // PARTS
     state = bh * blocks + m
     first = bh * blocks * ROWS
     rows = state * ROWS + offs
@@ -155,20 +190,20 @@ def sol_int8_kernel(
         high = tail_high + tl.sum(q.to(tl.float32) * shift[None, :], 1) * factor
         high = tl.where(tail_high > MASKED, high, NEG)
         mass = tl.zeros([ROWS], tl.float32) + tl.load(tail_mass_ptr + state) * 255.0
-        tail_out = tl.load(tail_out_ptr + state * D + offs_d) * 255.0
-        acc = tl.zeros([ROWS, D], tl.float32) + tail_out[None, :]
     else:
         high = tl.full([ROWS], NEG, tl.float32)
         mass = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, D], tl.float32)
     base = high
+    acc = start_sums(tail_out_ptr, state * D, 0, WIDTH, ROWS, TAIL)
+    if PARTS == 2:
+        rest = start_sums(tail_out_ptr, state * D, 1, WIDTH, ROWS, TAIL)
 
     # A block number is fetched one tile ahead: 2-byte loads cannot be asynchronous copies, and
     # would keep the K and V that depend on them from being any.
     count = tl.load(count_ptr + state)
     list_row = index_ptr + state * width
     k_base = k_ptr + first * D
-    v_base = v_ptr + first * D
+    v_base = v_ptr + first * (D // 4)
     ragged = 0
     if (not BIAS) & (count > 0):
         last = tl.load(list_row + count - 1).to(tl.int32)
@@ -179,11 +214,13 @@ def sol_int8_kernel(
         n = tl.load(list_row + e + 1, mask=e + 1 < count, other=0)
         k = tl.load(k_base + keys[:, None] * D + offs_d[None, :])
         k_scale = tl.load(k_scale_ptr + first + keys)
-        v = tl.load(v_base + keys[:, None] * D + offs_d[None, :])
         s = tl.dot(q, tl.trans(k), out_dtype=tl.int32).to(tl.float32) * k_scale[None, :]
         if BIAS:
             s = s * factor[:, None] + tl.load(bias_ptr + b * blocks * ROWS + keys)[None, :]
-        high, base, mass, acc = add_tile(s, v, factor, high, base, mass, acc, BIAS, PTX)
+        p, keep, high, base, mass = weigh_tile(s, factor, high, base, mass, BIAS)
+        acc = add_values(acc, p, keep, v_base, keys, 0, D, PTX)
+        if PARTS == 2:
+            rest = add_values(rest, p, keep, v_base, keys, 1, D, PTX)
 
     # What is masked: the last block's rows past T, then the tokens of the pair's list, gathered.
     more = ragged
@@ -203,23 +240,28 @@ def sol_int8_kernel(
             alive = tl.where(e < ragged, alive, inside)
         k = tl.load(k_base + keys[:, None] * D + offs_d[None, :])
         k_scale = tl.load(k_scale_ptr + first + keys)
-        v = tl.load(v_base + keys[:, None] * D + offs_d[None, :])
         s = tl.dot(q, tl.trans(k), out_dtype=tl.int32).to(tl.float32) * k_scale[None, :]
         s = tl.where(alive[None, :], s * factor[:, None], NEG)
-        high, base, mass, acc = add_tile(s, v, factor, high, base, mass, acc, True, PTX)
+        p, keep, high, base, mass = weigh_tile(s, factor, high, base, mass, True)
+        acc = add_values(acc, p, keep, v_base, keys, 0, D, PTX)
+        if PARTS == 2:
+            rest = add_values(rest, p, keep, v_base, keys, 1, D, PTX)
 
-    v_scale = tl.load(v_scale_ptr + bh * D + offs_d)
-    out = acc / tl.maximum(mass, 1e-30)[:, None] * v_scale[None, :]
     token = m * ROWS + offs
     inside = token < tokens
-    if GATE:
-        place = token.to(tl.int64)[:, None] * sgt + offs_d[None, :]
-        gate = tl.load(gate_ptr + b * sgb + h * sgh + place, mask=inside[:, None], other=0.0)
-        coarse = tl.load(coarse_ptr + state * D + offs_d)
-        out += gate.to(tl.float32) * coarse[None, :]
-    out = tl.where((offs < tl.load(length_ptr + m))[:, None], out, 0.0)
-    place = ((b * tokens + token) * heads + h)[:, None] * D + offs_d[None, :]
-    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    live = offs < tl.load(length_ptr + m)
+    row = (b * tokens + token) * heads + h
+    for part in tl.static_range(PARTS):
+        offs_c = part * WIDTH + tl.arange(0, WIDTH)
+        v_scale = tl.load(v_scale_ptr + bh * D + offs_c)
+        out = (acc if part == 0 else rest) / tl.maximum(mass, 1e-30)[:, None] * v_scale[None, :]
+        if GATE:
+            place = token.to(tl.int64)[:, None] * sgt + offs_c[None, :]
+            gate = tl.load(gate_ptr + b * sgb + h * sgh + place, mask=inside[:, None], other=0.0)
+            coarse = tl.load(coarse_ptr + state * D + offs_c)
+            out += gate.to(tl.float32) * coarse[None, :]
+        out = tl.where(live[:, None], out, 0.0).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + row[:, None] * D + offs_c[None, :], out, mask=inside[:, None])
 
 
 def launch_sol_int8(
@@ -235,6 +277,7 @@ def launch_sol_int8(
     dtype: torch.dtype,
     ptx: bool = torch.version.hip is None,
     num_stages: int = NUM_STAGES,
+    parts: int = 1,
     registers: int | None = None,
 ) -> Tensor:
     """Enqueue the attention and return [B, T, H, D] of `dtype`.
@@ -257,7 +300,7 @@ def launch_sol_int8(
         qkv.key,
         qkv.key_scale,
         qkv.key_bias,
-        qkv.value,
+        qkv.value.view(torch.int32),
         qkv.value_scale,
         qkv.shift,
         *state,
@@ -283,6 +326,7 @@ def launch_sol_int8(
         D=dim,
         ROWS=BLOCK,
         STAGES=num_stages,
+        PARTS=parts,
         PTX=ptx,
         num_warps=4,
         **({} if registers is None else {"maxnreg": registers}),

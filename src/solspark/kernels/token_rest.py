@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..types import BLOCK
-from .sol_int8 import NEG, add_tile
+from .sol_int8 import NEG, add_values, start_sums, weigh_tile
 from .token_levels import token_scores
 
 SHARES = 8
@@ -44,15 +44,16 @@ def token_rest_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    PARTS: tl.constexpr,
     PTX: tl.constexpr,
 ):
     pid = tl.program_id(0)
     share = pid % shares
     tiles = tl.cdiv(pairs, TILE)
-    rest = pid // shares
-    head = (rest // tiles).to(tl.int64)
+    tile = pid // shares
+    head = (tile // tiles).to(tl.int64)
     bh = first_head + head
-    offs_p = (rest % tiles) * TILE + tl.arange(0, TILE)
+    offs_p = (tile % tiles) * TILE + tl.arange(0, TILE)
     real = offs_p < pairs
     pair = head * pairs + offs_p
     offs = tl.arange(0, ROWS)
@@ -63,24 +64,30 @@ def token_rest_kernel(
     high = tl.full([TILE], NEG, tl.float32)
     base = high
     mass = tl.zeros([TILE], tl.float32)
-    acc = tl.zeros([TILE, D], tl.float32)
+    acc = start_sums(out_ptr, 0, 0, D // PARTS, TILE, False)
+    if PARTS == 2:
+        rest = start_sums(out_ptr, 0, 1, D // PARTS, TILE, False)
     width = tl.cdiv(blocks, shares)
     for n in range(share * width, tl.minimum(share * width + width, blocks)):
         keys = (bh * blocks + n) * ROWS + offs
         k = tl.load(k_ptr + keys[:, None] * D + offs_d[None, :])
         k_scale = tl.load(k_scale_ptr + keys)
         bias = tl.load(bias_ptr + (bh // heads * blocks + n) * ROWS + offs)
-        v = tl.load(v_ptr + keys[:, None] * D + offs_d[None, :])
         place = (pair * blocks + n)[:, None] * ROWS + offs[None, :]
         level = tl.load(level_ptr + place, mask=real[:, None], other=0)
         s = token_scores(c, factor, offset, k, k_scale, bias)
         s = tl.where(level != 0, s, NEG)
-        high, base, mass, acc = add_tile(s, v, factor, high, base, mass, acc, True, PTX)
+        p, keep, high, base, mass = weigh_tile(s, factor, high, base, mass, True)
+        acc = add_values(acc, p, keep, v_ptr, keys, 0, D, PTX)
+        if PARTS == 2:
+            rest = add_values(rest, p, keep, v_ptr, keys, 1, D, PTX)
     state = (share * group + head) * pairs + offs_p
     tl.store(high_ptr + state, tl.where(mass > 0.0, base, NEG), mask=real)
     tl.store(mass_ptr + state, mass / 255.0, mask=real)
-    out = out_ptr + state[:, None] * D + offs_d[None, :]
-    tl.store(out, acc / 255.0, mask=real[:, None])
+    place = out_ptr + state[:, None] * D + tl.arange(0, D // PARTS)[None, :]
+    tl.store(place, acc / 255.0, mask=real[:, None])
+    if PARTS == 2:
+        tl.store(place + D // PARTS, rest / 255.0, mask=real[:, None])
 
 
 def launch_token_rest(
@@ -91,6 +98,7 @@ def launch_token_rest(
     *,
     first_head: int,
     heads: int,
+    parts: int = 1,
     ptx: bool = torch.version.hip is None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Enqueue the states of G heads from `first_head` on, and return them.
@@ -108,7 +116,7 @@ def launch_token_rest(
         *pairs,
         levels,
         *key,
-        value,
+        value.view(torch.int32),
         high,
         mass,
         out,
@@ -121,6 +129,7 @@ def launch_token_rest(
         D=dim,
         ROWS=BLOCK,
         TILE=64,
+        PARTS=parts,
         PTX=ptx,
         num_warps=4,
     )

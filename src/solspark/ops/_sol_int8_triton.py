@@ -25,6 +25,27 @@ It is free again before the output is allocated: up to that size it costs no mem
 State = tuple[Tensor, Tensor, Tensor]
 
 
+def parts_of_values(device: torch.device) -> int:
+    """Return in how many parts of the channels a kernel adds up values.
+
+    Where products are mma.sync, the compiler lays four warps along the channels unless a product
+    has as many rows as columns: each would hold a share of every row's scores, and spill.
+    """
+    capability = None if torch.version.hip else _dispatch.capability(device)
+    return 1 if capability is None or capability[0] in (9, 10) else 2
+
+
+def register_bound(device: torch.device) -> int | None:
+    """Return the most registers of a thread that reads exact blocks, None for as many as it likes.
+
+    With mma.sync the bound would cost spills in the main loop; AMD's compiler knows no such option.
+    """
+    from solspark.kernels.sol_int8 import REGISTERS
+
+    is_hopper = not torch.version.hip and _dispatch.capability(device) == (9, 0)
+    return REGISTERS if is_hopper else None
+
+
 def run(
     qkv: QuantizedQKV,
     tau: float,
@@ -44,7 +65,7 @@ def run(
     that grows with the square of the length and the number of heads.
     """
     from solspark.kernels.coarse_gate import launch_coarse_gate
-    from solspark.kernels.sol_int8 import REGISTERS, launch_sol_int8
+    from solspark.kernels.sol_int8 import launch_sol_int8
 
     batch, heads, _, _ = qkv.query.shape
     if scale < 0:
@@ -72,9 +93,6 @@ def run(
                 qkv, routes.state, plan, coarse_gate, coarse, a=a, dtype=dtype
             )
         else:
-            # A bound on registers is an option of NVIDIA's compiler alone.
-            capability = None if torch.version.hip else _dispatch.capability(qkv.query.device)
-            registers = None if capability is None else REGISTERS.get(capability)
             out = launch_sol_int8(
                 qkv,
                 routes.state,
@@ -85,7 +103,8 @@ def run(
                 coarse,
                 a=a,
                 dtype=dtype,
-                registers=registers,
+                parts=parts_of_values(qkv.query.device),
+                registers=register_bound(qkv.query.device),
             )
     return out, routes.counts.unflatten(0, (batch, heads))
 
@@ -263,7 +282,13 @@ class Routes:
         if self.state is None:
             return None
         rest = launch_token_rest(
-            centroids, levels, key, qkv.value, first_head=first, heads=self.heads
+            centroids,
+            levels,
+            key,
+            qkv.value,
+            first_head=first,
+            heads=self.heads,
+            parts=parts_of_values(levels.device),
         )
         return candidates, rest
 

@@ -82,7 +82,8 @@ VARIANTS: dict[str, dict[tuple[Any, str], Any]] = {
     "spread: chunks of 1024": {(tree_spread, "CHUNK"): 1024, (tree_spread, "WARPS"): 4},
     "spread: chunks of 4096": {(tree_spread, "CHUNK"): 4096, (tree_spread, "WARPS"): 16},
 }
-"""Settings to measure against the ones in force; every column sorts alike, only faster or not."""
+"""Settings to measure against the ones in force. All are exact; those of the fit sum in another
+order, so tokens may move whose scores, or landmarks, agree to float32 rounding: that is counted."""
 
 
 def video_rows(
@@ -385,19 +386,19 @@ def time_shape(name: str, iterations: int, write: Callable[[dict[str, Any]], Non
     for variant, changes in VARIANTS.items():
         with settings(changes):
             own = bench.plan(2)
-            assert bench.trees(own, graph=False).equal(eager), f"{variant}: another permutation"
+            moved = float((bench.trees(own, graph=False) != eager).float().mean())
             launches = launch_times(lambda p=own: bench.trees(p, graph=False))
             for _ in range(2):
                 bench.trees(own)
             total = median_ms(lambda p=own: bench.trees(p), iterations)
         del own
-        more = {"variant": variant, "launches": launches}
+        more = {"variant": variant, "moved": moved, "launches": launches}
         write({"problem": name, "stage": "trees", "ms": round(total, 4), **more})
         kinds: Counter[str] = Counter()
         for label, ms in launches.items():
             kinds[label.split()[1]] += ms
         parts = ", ".join(f"{kind} {ms:.2f}" for kind, ms in kinds.most_common())
-        print(f"  {variant:<24} trees {total:7.3f} ms; alone: {parts}", flush=True)
+        print(f"  {variant:<24} trees {total:7.3f} ms, {moved:.1e} moved; {parts}", flush=True)
         if not changes:
             for label, ms in launches.items():
                 print(f"    {label:<36} {ms:8.4f}")

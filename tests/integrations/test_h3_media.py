@@ -77,6 +77,7 @@ def test_the_workflow_follows_from_the_media() -> None:
     assert workflow_of(None, None, ()) == "t2va"
     assert workflow_of("a.png", None, ()) == workflow_of(None, "b.jpg", ()) == "fl2va"
     assert workflow_of(None, None, ("a.png", "b.wav")) == "ref2va"
+    assert workflow_of(None, None, ("A.JPEG", "my.clip.MKV", "b.flac")) == "ref2va"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -62,6 +64,22 @@ class Bench:
         self.device = device
         self.path = path
         self.problem = ""
+        self.failed = False
+
+    def attempt(self, stage: str, call: Callable[[], Any]) -> None:
+        """Run a part; should it fail, say so and go on: the other figures are worth having."""
+        begin = time.perf_counter()
+        try:
+            passed = call() is not False
+            words = "" if passed else "said no"
+        except Exception as error:
+            traceback.print_exc()
+            passed, words = False, f"{type(error).__name__}: {str(error)[:500]}"
+        self.failed |= not passed
+        seconds = round(time.perf_counter() - begin, 1)
+        row = {"problem": self.problem, "part": stage, "passed": passed, "seconds": seconds}
+        self.write(row | ({"why": words} if words else {}))
+        print(f"{'ok  ' if passed else 'FAIL'} {stage}, {seconds} s {words}", flush=True)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row to the file, if there is one."""
@@ -239,7 +257,7 @@ def run(bench: Bench, name: str, heads: int, dtype: torch.dtype, skip_checks: bo
     tree = config.reblock
     assert tree is not None
     if not skip_checks:
-        check_whole(bench, (query, key, value), grid, config)
+        bench.attempt("checks", lambda: check_whole(bench, (query, key, value), grid, config))
 
     video = grid.tokens
     bench.time(
@@ -404,13 +422,20 @@ def main() -> None:
         if arguments.all:
             import gpu_reblock
 
-            bench.write({"stage": "trees' checks", "passed": gpu_reblock.check(workers=12)})
+            bench.attempt("trees against the CPU's", lambda: gpu_reblock.check(workers=12))
             for name in problems:
-                gpu_reblock.time_shape(name, 20, bench.write)
+                bench.attempt(
+                    f"plan, {name}",
+                    lambda name=name: gpu_reblock.time_shape(name, 20, bench.write),
+                )
         if device.type == "cuda" and not arguments.skip_checks:
-            check_short(bench, dtype)
+            bench.attempt("parts on a short clip", lambda: check_short(bench, dtype))
         for name in problems:
-            run(bench, name, arguments.heads, dtype, arguments.skip_checks)
+            bench.attempt(
+                f"stages and calls, {name}",
+                lambda name=name: run(bench, name, arguments.heads, dtype, arguments.skip_checks),
+            )
+    sys.exit(1 if bench.failed else 0)
 
 
 if __name__ == "__main__":

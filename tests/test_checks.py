@@ -31,6 +31,15 @@ def test_floats() -> None:
         _checks.check_float("x", math.nan, finite=False)
 
 
+def test_devices() -> None:
+    assert _checks.as_device("d", "cpu") == _checks.as_device("d", torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"d: expected what torch.device takes, got 'gpu'"):
+        _checks.as_device("d", "gpu")
+    for wrong in (torch.zeros(1), None, 1.5):
+        with pytest.raises(TypeError, match=r"d: expected what torch.device takes, got [A-Z]?\w+"):
+            _checks.as_device("d", wrong)
+
+
 def test_scale() -> None:
     assert _checks.resolve_scale(None, 64) == 0.125
     assert _checks.resolve_scale(2, 64) == 2.0

@@ -63,6 +63,16 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
     return value
 
 
+def as_device(name: str, value: Any) -> torch.device:
+    """Return what `torch.device` makes of a device, a string or an index, else raise."""
+    if not isinstance(value, (torch.device, str, int)):
+        raise TypeError(f"{name}: expected what torch.device takes, got {type(value).__name__}")
+    try:
+        return torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(f"{name}: expected what torch.device takes, got {value!r}") from error
+
+
 def check_bool(name: str, value: Any) -> bool:
     """Return `value` if it is a bool, else raise."""
     if not isinstance(value, bool):

@@ -102,6 +102,8 @@ def test_no_kernel_is_promised_where_there_is_none():
     if not torch.cuda.is_available():
         assert int8.sol_attn_is_available() is False
         assert int8.sol_attn_is_available("cuda:0") is False
+    with pytest.raises(ValueError, match="device: expected what"):
+        int8.sol_attn_is_available("gpu")
 
 
 @everywhere

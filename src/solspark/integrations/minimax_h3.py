@@ -392,8 +392,12 @@ def install_h3_sparse_attention(
             `transformer` or `transformer_ref`. It is not looked at before the context is entered.
         config: all options.
 
+    Returns:
+        The plugin: a context manager, or `apply()` and `remove()`.
+
     Raises:
         MissingDependencyError: diffusers is missing.
+        TypeError: `config` is no H3SparseAttentionConfig.
         ValueError: `dense_backend` is no backend of diffusers.
     """
     if not isinstance(config, H3SparseAttentionConfig):

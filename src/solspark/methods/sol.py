@@ -206,14 +206,8 @@ def get_sol_attn_backend(device: torch.device | str | int | None = None) -> str:
         TypeError, ValueError: `device` names none, or one that is not here.
     """
     if device is None:
-        place = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    elif not isinstance(device, (torch.device, str, int)):
-        raise TypeError(f"device: expected what torch.device takes, got {type(device).__name__}")
-    else:
-        try:
-            place = torch.device(device)
-        except RuntimeError as error:
-            raise ValueError(f"device: expected what torch.device takes, got {device!r}") from error
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = _checks.as_device("device", device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: expected one that is here, got {device!r} without a GPU")
     call = AttentionCall(

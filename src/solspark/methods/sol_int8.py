@@ -241,8 +241,11 @@ def sol_attn_is_available(device: torch.device | str | int | None = None) -> boo
 
     Returns:
         False for a device that is not CUDA or ROCm, or where no kernel can serve it.
+
+    Raises:
+        TypeError, ValueError: `device` names none.
     """
-    place = torch.device("cuda" if device is None else device)
+    place = _checks.as_device("device", "cuda" if device is None else device)
     if place.type != "cuda" or not torch.cuda.is_available():
         return False
     call = AttentionCall(

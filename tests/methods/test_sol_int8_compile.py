@@ -29,7 +29,7 @@ def fresh_compiler() -> Iterator[None]:
         {"tau": 0.5},
         {"topk_ratio": 0.3, "sink_blocks": [0, 2], "sink_q": [1, 2], "token_aug": 64},
         {"tail": False, "sink_blocks": [3, 6], "key_bias": torch.arange(331) < 300},
-        {"block_len": torch.full((6,), 50, dtype=torch.int32), "rotate": True},
+        {"block_len": torch.full((6,), 50, dtype=torch.int32), "rotate": True, "balance": True},
     ],
     ids=str,
 )
@@ -56,7 +56,9 @@ def test_a_new_tau_or_length_costs_one_more_graph_at_most():
 def test_the_operator_is_what_its_fake_says(layout: str):
     tensors = make_qkv(1, 130, 2, 128, layout=layout)
     tau = torch.tensor(1.0, dtype=torch.float64)
-    arguments = (*tensors, tau, 0.1, [0, 1], [0, 0], None, 0.0, True, None, None, 0, False, None)
+    switches = (False, False)
+    options = (0.1, [0, 1], [0, 0], None, 0.0, True, None, None, 0, *switches, None)
+    arguments = (*tensors, tau, *options)
     torch.library.opcheck(whole_call, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -306,8 +306,10 @@ def capture(
         The paths written, in the order of the calls.
 
     Raises:
-        ValueError: an option that does not fit the model.
-        MissingDependencyError: diffusers or safetensors is missing.
+        ValueError: an option that does not fit the model, or a keyframe or reference that cannot be
+            read.
+        FileNotFoundError: a keyframe or reference is missing.
+        MissingDependencyError: diffusers, safetensors or what reads media is missing.
     """
     if run.method != "dense":
         raise ValueError(f"method: expected 'dense' to capture, got {run.method!r}")

@@ -5,9 +5,9 @@
 
 One program = up to TILES tiles of ROWS tokens of one (tree, node): it reads the node's S directions
 once, then every feature row once (256 bytes each at D = 128, wherever they lie), and writes 4 S
-bytes a token, whole sectors. The loop is pipelined: the ids of a tile come two tiles ahead, its
-rows as soon as the tile before is done, by asynchronous copies. Without that a program waits for
-three dependent loads a tile, which left half of the bandwidth unused.
+bytes a token, whole sectors. The loop is pipelined by asynchronous copies: the rows of a tile come
+while the one before is scored, their ids before that. Without that a program waits for three
+dependent loads a tile, which left half of the bandwidth unused.
 x / |x| is formed in float32 and rounded to float16 with float16 directions; float32 directions keep
 float32 operands. Sums are float32. The same file holds the row norms, which are read once for all
 levels.
@@ -24,9 +24,12 @@ ROWS = 64
 TILES = 8
 """Tiles of a program: it has a node of the deep levels (256 to 320 tokens) to itself."""
 
-STAGES = 3
-"""Ids two tiles ahead. From 5 stages on rows come a whole tile ahead too, for 168 registers instead
-of 128: three programs an SM, not four."""
+STAGES = 5
+"""Two stages for ids, two for rows. With 3 or 4 the rows of a tile are asked for only when the one
+before is done. Float32 directions are not pipelined: their operands fill the shared memory."""
+
+REGISTERS = 96
+"""Bound on the registers of a thread: five programs an SM, without a spill (left alone, 168)."""
 
 
 @triton.jit
@@ -93,11 +96,13 @@ def launch_tree_score(
     trees, tokens, dim = x.shape
     count, slots = directions.shape[1:3]
     spans = triton.cdiv(largest, ROWS * TILES)
+    half = directions.dtype == torch.float16
+    bound = {"maxnreg": REGISTERS} if half and torch.version.hip is None else {}
     score_kernel[(trees * count * spans,)](
         x, squares, order, nodes, directions, squares if offsets is None else offsets, scores,
         count, spans, tokens, order.stride(0), x.stride(0), x.stride(1),
-        D=dim, SLOTS=slots, WIDTH=max(16, slots), TILE=ROWS, SPAN=ROWS * TILES, STAGES=STAGES,
-        EUCLIDEAN=offsets is not None, num_warps=4,
+        D=dim, SLOTS=slots, WIDTH=max(16, slots), TILE=ROWS, SPAN=ROWS * TILES,
+        STAGES=STAGES if half else 1, EUCLIDEAN=offsets is not None, num_warps=4, **bound,
     )
 
 

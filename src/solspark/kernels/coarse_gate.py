@@ -4,8 +4,8 @@
 
 One program = one (head, 32 query blocks), with a running maximum over tiles of 32 key blocks: no
 scores are written. It reads its query means once, and the head's key means and value sums, which L2
-holds. A float32 mean is multiplied as the sum of two terms of the matrix units' type, which keeps
-16 bits of it.
+holds. A float32 mean or weight is multiplied as the sum of two terms of the matrix units' type,
+which keeps 16 bits of it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def coarse_gate_kernel(
         mass = mass * keep + tl.sum(p, 1)
         p /= tl.load(length_ptr + n, mask=inside, other=1).to(tl.float32)[None, :]
         v_sum = tl.load(v_sum_ptr + columns, mask=inside[:, None], other=0.0)
-        acc = tl.dot(p.to(DOT), v_sum.to(DOT), acc * keep[:, None], input_precision="ieee")
+        p_high = p.to(DOT)
+        p_low = (p - p_high.to(tl.float32)).to(DOT)
+        acc = tl.dot(p_low, v_sum.to(DOT), acc * keep[:, None], input_precision="ieee")
+        acc = tl.dot(p_high, v_sum.to(DOT), acc, input_precision="ieee")
         high = top
     tl.store(out_ptr + rows, acc / mass[:, None], mask=real)
 

@@ -4,9 +4,9 @@
     mass[m] = sum p[n] L_n,  out[m] = sum p[n] vsum[n] / vscale
     with tokens: merged with the states of the pair's other candidate tokens
 
-One program = one (head, 32 query blocks), with a running maximum over tiles of 64 key blocks. It
-reads its rows of S and of the bits once, and the head's value sums, which L2 holds. P is rounded to
-the sums' type for the product with them, and the mass adds what was rounded.
+One program = one (head, 32 query blocks), with a running maximum over tiles of 32 key blocks. It
+reads its rows of S and of the bits once, and the head's value sums, which L2 holds. P is multiplied
+by them as the sum of two terms of their type, which keeps 16 bits of it.
 """
 
 from __future__ import annotations
@@ -81,26 +81,30 @@ def int8_tail_kernel(
         acc *= v_scale[None, :]
 
     for start in range(0, blocks, COLS):
-        n = start + tl.arange(0, COLS)
+        lane = tl.arange(0, COLS)
+        n = start + lane
         inside = n < blocks
         both = real[:, None] & inside[None, :]
         s = tl.load(s_tile + offs[:, None] * blocks + n[None, :], mask=both, other=0.0)
-        place = offs[:, None] * words + (n >> 5)[None, :]
-        word = tl.load(bits_tile + place, mask=both, other=-1)
+        # A tile is as wide as a word of bits.
+        word = tl.load(bits_tile + offs * words + start // COLS, mask=real, other=-1)
         if TOKENS:
-            place = pair[:, None] * words + (n >> 5)[None, :]
-            word |= tl.load(candidate_ptr + head * pairs * words + place, mask=both, other=-1)
-        left = both & (((word >> (n & 31)[None, :]) & 1) == 0)
+            place = head * pairs * words + pair * words + start // COLS
+            word |= tl.load(candidate_ptr + place, mask=real, other=-1)
+        left = both & (((word[:, None] >> lane[None, :]) & 1) == 0)
         s = tl.where(left, s, NEG)
         # A row that has seen no block yet must not take 2^0 for what is masked.
         top = tl.maximum(tl.maximum(high, tl.max(s, 1)), MASKED)
-        p = tl.exp2(s - top[:, None]).to(DOT)
+        p = tl.exp2(s - top[:, None])
         keep = tl.exp2(high - top)
         length = tl.load(length_ptr + n, mask=inside, other=0).to(tl.float32)
         place = n[:, None] * D + offs_d[None, :]
         v_sum = tl.load(v_sum_ptr + head * blocks * D + place, mask=inside[:, None], other=0.0)
-        mass = mass * keep + tl.sum(p.to(tl.float32) * length[None, :], 1)
-        acc = tl.dot(p, v_sum.to(DOT), acc * keep[:, None], input_precision="ieee")
+        mass = mass * keep + tl.sum(p * length[None, :], 1)
+        p_high = p.to(DOT)
+        p_low = (p - p_high.to(tl.float32)).to(DOT)
+        acc = tl.dot(p_low, v_sum.to(DOT), acc * keep[:, None], input_precision="ieee")
+        acc = tl.dot(p_high, v_sum.to(DOT), acc, input_precision="ieee")
         high = top
 
     # No block at all: the state of nothing.
@@ -148,7 +152,7 @@ def launch_int8_tail(
         TOKENS=tokens is not None,
         D=dim,
         ROWS=32,
-        COLS=64,
+        COLS=32,
         DOT=dot,
         num_warps=4,
         num_stages=2,

@@ -275,7 +275,7 @@ def _explain_operation(operation: str, call: AttentionCall) -> Served:
         obstacles = tuple(_dispatch.reasons(operation, name, call))
         if obstacles:
             declined.append((name, obstacles))
-        elif chosen is None:
+        elif chosen is None and not _dispatch.on_request(operation, name):
             chosen = name
         else:
             passed_over.append(name)

@@ -64,6 +64,17 @@ def test_an_implementation_asked_for_serves_or_raises(operation: str) -> None:
     assert _dispatch.reasons(operation, "triton", CALL) == []
 
 
+def test_one_on_request_serves_only_when_asked_for(operation: str) -> None:
+    _dispatch.register(
+        operation, "hopper", _dispatch.never_declines, lambda: "hopper", on_request="it is raw"
+    )
+    choice = _dispatch.pick(operation, CALL)
+    assert choice.name == "triton" and choice.declined == (("hopper", ("it is raw",)),)
+    assert _dispatch.pick(operation, CALL, "hopper").run() == "hopper"
+    assert _dispatch.on_request(operation, "hopper") == "it is raw"
+    assert _dispatch.on_request(operation, "triton") == ""
+
+
 def test_an_implementation_that_the_operation_lacks_is_a_reason() -> None:
     with pytest.raises(UnsupportedError, match=r"merge has no implementation named hopper"):
         _dispatch.choose("merge", CALL, "hopper")

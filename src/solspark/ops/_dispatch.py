@@ -42,11 +42,15 @@ Enter = Callable[[str], Callable[[], None]]
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to run an operation: its name, why it may decline, and the function itself."""
+    """One way to run an operation: its name, why it may decline, and the function itself.
+
+    `on_request` says why it serves only when asked for by name; empty if it serves anyone.
+    """
 
     name: str
     reasons: Reasons
     run: Callable[..., Any]
+    on_request: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,14 @@ class _ThreadState(threading.local):
 _state = _ThreadState()
 
 
-def register(operation: str, name: str, reasons: Reasons, run: Callable[..., Any]) -> None:
+def register(
+    operation: str,
+    name: str,
+    reasons: Reasons,
+    run: Callable[..., Any],
+    *,
+    on_request: str = "",
+) -> None:
     """Declare an implementation of an operation; a name registered again replaces the earlier one.
 
     Args:
@@ -91,10 +102,11 @@ def register(operation: str, name: str, reasons: Reasons, run: Callable[..., Any
         name: one of `PREFERENCE`.
         reasons: returns one string for each obstacle to serving a call; empty means it can.
         run: takes the operation's checked arguments, as its `ops` module documents.
+        on_request: why it serves only when asked for by name; empty if it serves anyone.
     """
     if name not in PREFERENCE:
         raise ValueError(f"name: expected one of {PREFERENCE}, got {name!r}")
-    _registry.setdefault(operation, {})[name] = Implementation(name, reasons, run)
+    _registry.setdefault(operation, {})[name] = Implementation(name, reasons, run, on_request)
 
 
 def never_declines(call: AttentionCall) -> list[str]:
@@ -159,6 +171,11 @@ def reasons(operation: str, impl: str, call: AttentionCall) -> list[str]:
     return [f"{operation} has no implementation named {impl}"]
 
 
+def on_request(operation: str, impl: str) -> str:
+    """Return why an implementation serves only when asked for; empty if it serves anyone."""
+    return next(item.on_request for item in _implementations(operation) if item.name == impl)
+
+
 def pick(operation: str, call: AttentionCall, impl: str | None = None) -> Choice:
     """Return the best implementation that can serve the call, or the one asked for.
 
@@ -175,6 +192,8 @@ def pick(operation: str, call: AttentionCall, impl: str | None = None) -> Choice
     declined: list[tuple[str, tuple[str, ...]]] = []
     for item in candidates:
         obstacles = tuple(item.reasons(call))
+        if not obstacles and item.on_request:
+            obstacles = (item.on_request,)
         if not obstacles:
             return Choice(operation, item.name, item.run, call, tuple(declined))
         declined.append((item.name, obstacles))

@@ -380,5 +380,9 @@ def _hopper_reasons(call: AttentionCall) -> list[str]:
 _dispatch.register("sol_int8", "eager", _reasons, _eager)
 _dispatch.register("sol_int8", "triton", _triton_reasons, _sol_int8_triton.run)
 _dispatch.register(
-    "sol_int8", "hopper", _hopper_reasons, partial(_sol_int8_triton.run, hopper=True)
+    "sol_int8",
+    "hopper",
+    _hopper_reasons,
+    partial(_sol_int8_triton.run, hopper=True),
+    on_request="it has been compiled but not run yet, so it serves only when asked for",
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -13,7 +15,8 @@ from solspark.testing import assert_close_to_oracle, make_qkv
 
 pytest.importorskip("triton")
 
-from solspark.kernels.gather_means import gather_means_kernel, launch_gather_means
+from solspark.kernels import gather_means
+from solspark.kernels.gather_means import launch_gather_means
 from solspark.kernels.gather_reweight import gather_reweight_kernel, launch_gather_reweight
 
 
@@ -80,7 +83,7 @@ def test_operators_keep_their_promises(layout):
 
 def types_of(kernel):
     types = {name: "i64" for name in kernel.arg_names if name.startswith("s")}
-    counts = ("batch_heads", "heads", "tokens", "video", "blocks", "parents")
+    counts = ("batch_heads", "heads", "tokens", "video", "blocks", "all_blocks")
     types.update(dict.fromkeys(counts, "i32"), scale="fp32", permutation_ptr="*i32")
     types.update(mean_ptr="*fp32", lm_ptr="*fp32")
     for name in kernel.arg_names:
@@ -91,9 +94,9 @@ def types_of(kernel):
 
 def test_gathers_compile(compile_ahead):
     constants = {"D": 128, "ROWS": 64}
-    means = compile_ahead(
-        gather_means_kernel, types_of(gather_means_kernel), constants, num_warps=4
-    )
+    loop = {"SPAN": gather_means.SPAN, "STAGES": gather_means.STAGES}
+    kernel = gather_means.gather_means_kernel
+    means = compile_ahead(kernel, types_of(kernel), {**constants, **loop}, num_warps=4)
     switches = dict.fromkeys(("WEIGHTED", "BIASED", "ROUND", "STORED"), True)
     both = compile_ahead(
         gather_reweight_kernel,
@@ -101,7 +104,8 @@ def test_gathers_compile(compile_ahead):
         {**constants, **switches, "PARENTS": 1},
         num_warps=4,
     )
-    for compiled, loads in ((means, 8), (both, 16)):
-        if "ptx" in compiled.asm:
-            # Rows come in whole 16-byte vectors: these kernels are bound by reading them.
-            assert compiled.asm["ptx"].count("ld.global.v4") >= loads
+    if "ptx" in both.asm:
+        # Rows come in whole 16-byte vectors: these kernels are bound by reading them.
+        assert both.asm["ptx"].count("ld.global.v4") >= 16
+        copies = re.findall(r"cp\.async\.c[ag]\.shared\.global .*, 0x10,", means.asm["ptx"])
+        assert len(copies) >= 8 and means.asm["ptx"].count("st.global.v4") >= 8

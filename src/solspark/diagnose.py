@@ -16,6 +16,7 @@ import torch
 
 from . import ops
 from .ops import _dispatch
+from .ops._sol_int8_triton import ROUTE_BYTES
 from .ops.qkv_producer import variant
 from .plan.select import SCORE_BYTES
 from .types import BLOCK, AttentionCall, block_count
@@ -34,9 +35,6 @@ INT8_OPERATIONS = (
 
 INT8_ROW_BYTES = 8
 """Of the scales of a token's Q and K; the integers of Q, K and V are a byte a channel."""
-
-INT8_ROUTE_BYTES = 96 * 2**20
-"""Scores of block pairs that routing holds at one time, where a head's are no more."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +242,7 @@ def estimate(
         if chunk_tokens is not None:
             held = 0
             operands += 3 * heads * min(chunk_tokens, call.key_tokens) * call.head_dim * element
-        scores = max(rows * columns * 4, min(heads * rows * columns * 4, INT8_ROUTE_BYTES))
+        scores = max(rows * columns * 4, min(heads * rows * columns * 4, ROUTE_BYTES))
         plan = heads * rows * (columns * (2 if columns < 32768 else 4) + 4)
     return Estimate(
         density=density,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from solspark.ops import _dispatch
+from solspark.ops import _dispatch, sol_int8  # noqa: F401  (registers its implementations)
 
 
 @pytest.fixture(
@@ -23,5 +24,7 @@ def place(request: pytest.FixtureRequest, monkeypatch) -> Iterator[str]:
         pytest.skip("not a device of compute capability 9.0")
     others = tuple(item for item in _dispatch.PREFERENCE if item != name)
     monkeypatch.setattr(_dispatch, "PREFERENCE", (name, *others))
+    served = _dispatch._registry["sol_int8"]
+    monkeypatch.setitem(served, name, replace(served[name], on_request=""))
     with torch.device("cuda"):
         yield name

@@ -103,7 +103,7 @@ def ranges_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks", "heads", "group", "sections"])
-def round_rows_kernel(
+def round_kernel(
     x_ptr,
     y_ptr,
     top_ptr,
@@ -119,51 +119,7 @@ def round_rows_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     OWN: tl.constexpr,
-    STORE: tl.constexpr,
-):
-    pid = tl.program_id(0)
-    n = pid % blocks
-    bh = (pid // blocks).to(tl.int64)
-    b = bh // heads
-    h = bh % heads
-    offs = n.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    offs_d = tl.arange(0, D)
-    x = tl.load(
-        x_ptr + b * sxb + h * sxh + offs[:, None] * sxt + offs_d[None, :],
-        mask=(offs < tokens)[:, None],
-        other=0.0,
-    ).to(tl.float32)
-    if OWN:
-        top = tl.max(tl.max(tl.abs(x), 1), 0)
-        place = bh * blocks + n
-    else:
-        # Heads of a summary go through its parents first: P sections of one sample's heads.
-        per_section = heads // sections
-        place = b * (per_section // group) + (h % per_section) // group
-        top = tl.load(top_ptr + place).to(tl.float32, bitcast=True)
-    scale, inverse = _power_of_two(top)
-    y = (x * inverse).to(tl.float8e4nv)
-    tl.store(y_ptr + (bh * blocks * ROWS + offs[:, None]) * D + offs_d[None, :], y)
-    if STORE:
-        tl.store(scale_ptr + place, scale)
-
-
-@triton.jit(do_not_specialize=["tokens", "blocks", "heads", "group", "sections"])
-def round_values_kernel(
-    x_ptr,
-    y_ptr,
-    top_ptr,
-    scale_ptr,
-    tokens,
-    blocks,
-    heads,
-    group,
-    sections,
-    sxb: tl.int64,
-    sxt: tl.int64,
-    sxh: tl.int64,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
     STORE: tl.constexpr,
 ):
     pid = tl.program_id(0)
@@ -172,40 +128,54 @@ def round_values_kernel(
     b = bh // heads
     h = bh % heads
     places = tl.arange(0, ROWS)
-    offs = n.to(tl.int64) * ROWS + key_at_place(places)
+    rows = places
+    if TILES:
+        rows = key_at_place(places)
+    offs = n.to(tl.int64) * ROWS + rows
     offs_d = tl.arange(0, D)
     x = tl.load(
         x_ptr + b * sxb + h * sxh + offs[:, None] * sxt + offs_d[None, :],
         mask=(offs < tokens)[:, None],
         other=0.0,
     ).to(tl.float32)
-    per_section = heads // sections
-    row = b * (per_section // group) + (h % per_section) // group
-    top = tl.load(top_ptr + row * D + offs_d).to(tl.float32, bitcast=True)
+    if OWN:
+        where = bh * blocks + n
+        top = tl.max(tl.max(tl.abs(x), 1), 0)
+    else:
+        # Heads of a summary go through its parents first: P sections of one sample's heads.
+        per_section = heads // sections
+        where = b * (per_section // group) + (h % per_section) // group
+        if TILES:
+            where = where * D + offs_d
+        top = tl.load(top_ptr + where).to(tl.float32, bitcast=True)
     scale, inverse = _power_of_two(top)
-    y = tl.trans((x * inverse[None, :]).to(tl.float8e4nv))
-    tl.store(y_ptr + (bh * blocks + n) * D * ROWS + offs_d[:, None] * ROWS + places[None, :], y)
+    if TILES:
+        y = tl.trans((x * inverse[None, :]).to(tl.float8e4nv))
+        into = (bh * blocks + n) * D * ROWS + offs_d[:, None] * ROWS + places[None, :]
+    else:
+        y = (x * inverse).to(tl.float8e4nv)
+        into = (bh * blocks * ROWS + offs[:, None]) * D + offs_d[None, :]
+    tl.store(y_ptr + into, y)
     if STORE:
-        tl.store(scale_ptr + row * D + offs_d, scale)
+        tl.store(scale_ptr + where, scale)
 
 
 def _round(
-    kernel: triton.JITFunction,
     x: Tensor,
     top: Tensor,
     scale: Tensor | None,
     *,
     group: int,
     sections: int = 1,
+    own: bool = False,
     tiles: bool = False,
-    **options: bool,
 ) -> Tensor:
     """Enqueue the rounding of x [B, L, H, D] and return it as rows [B, H, 64 N, D] or as tiles."""
     batch, tokens, heads, dim = x.shape
     blocks = block_count(tokens)
     shape = (blocks, dim, BLOCK) if tiles else (blocks * BLOCK, dim)
     y = torch.empty((batch, heads, *shape), device=x.device, dtype=torch.float8_e4m3fn)
-    kernel[(blocks * batch * heads,)](
+    round_kernel[(blocks * batch * heads,)](
         x,
         y,
         top,
@@ -218,9 +188,10 @@ def _round(
         *x.stride()[:3],
         D=dim,
         ROWS=BLOCK,
+        OWN=own,
+        TILES=tiles,
         STORE=scale is not None,
         num_warps=4,
-        **options,
     )
     return y
 
@@ -259,9 +230,9 @@ def launch_quantize_fp8(
     query_scale = torch.empty(shape, device=device, dtype=torch.float32)
     key_scale = torch.empty(key_top.shape, device=device, dtype=torch.float32)
     value_scale = torch.empty(value_top.shape, device=device, dtype=torch.float32)
-    query8 = _round(round_rows_kernel, query, key_top, query_scale, group=1, OWN=True)
-    key8 = _round(round_rows_kernel, key, key_top, key_scale, group=1, OWN=False)
-    value8 = _round(round_values_kernel, value, value_top, value_scale, group=1, tiles=True)
+    query8 = _round(query, key_top, query_scale, group=1, own=True)
+    key8 = _round(key, key_top, key_scale, group=1)
+    value8 = _round(value, value_top, value_scale, group=1, tiles=True)
     keys8 = values8 = None
     if summaries is not None:
         sections = summaries.keys.shape[1]
@@ -270,10 +241,8 @@ def launch_quantize_fp8(
             item.flatten(1, 2).transpose(1, 2) for item in (summaries.keys, summaries.values)
         )
         given = {"group": group, "sections": sections}
-        keys8 = _round(round_rows_kernel, keys, key_top, None, OWN=False, **given)
-        values8 = _round(round_values_kernel, values, value_top, None, tiles=True, **given)
+        keys8 = _round(keys, key_top, None, **given)
+        values8 = _round(values, value_top, None, tiles=True, **given)
         keys8 = keys8.unflatten(1, (sections, heads))
         values8 = values8.unflatten(1, (sections, heads))
-    return Fp8Operands(
-        query8, query_scale, key8, key_scale, value8, value_scale, keys8, values8
-    )
+    return Fp8Operands(query8, query_scale, key8, key_scale, value8, value_scale, keys8, values8)

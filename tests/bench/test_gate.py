@@ -143,6 +143,11 @@ def test_compare_asks_for_both_the_largest_and_the_mean_error():
     assert "max error" in compare(one_off, oracle, rounding, torch.bfloat16).gate
     shifted = rounding.double() + 0.01
     assert "mean error" in compare(shifted, oracle, rounding, torch.bfloat16).gate
+    # In float32 sums in another order may be as far off again.
+    thrice = oracle + 3 * (rounding.double() - oracle)
+    assert not compare(thrice, oracle, rounding, torch.float16).passed
+    assert compare(thrice, oracle, rounding, torch.float32).passed
+    assert not compare(thrice + thrice - oracle, oracle, rounding, torch.float32).passed
     shifted[3] = torch.inf
     assert compare(shifted, oracle, rounding, torch.bfloat16).gate == "not finite"
 

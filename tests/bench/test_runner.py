@@ -54,6 +54,16 @@ def test_the_chunked_int8_call_gets_chunks_of_its_own_type(tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_fp8_is_judged_by_its_distance(tmp_path, capsys):
+    options = ["--level", "call,attend", "--methods", "sol,spark", "--lists", "random"]
+    rows = take(tmp_path, *options, "--parents", "1", "--sweep", "precision=fp8")
+    assert [(row.level, row.method) for row in rows] == [
+        ("call", "sol"), ("call", "spark"), ("attend", "sol"), ("attend", "spark"),
+    ]  # fmt: skip
+    assert all(row.passed and row.precision == "fp8" for row in rows)
+    capsys.readouterr()
+
+
 def test_outlier_channels_of_int8_are_measured_with_and_without_mending(tmp_path, capsys):
     options = ["--level", "quality", "--methods", "sol-int8-outliers", "--sweep"]
     rows = take(tmp_path, *options, "loud=none,k", "--sweep", "balance=False,True")

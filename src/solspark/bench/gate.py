@@ -227,10 +227,12 @@ def compare(got: Tensor, oracle: Tensor, rounding: Tensor, dtype: torch.dtype) -
     if not bool(torch.isfinite(got).all()):
         return Verdict("not finite", relative)
     eps = torch.finfo(dtype).eps
+    # Float32 has no rounding of the output that dwarfs the order of the sums, and orders differ.
+    slack = 4 if dtype == torch.float32 else 2
     failures = []
     for name, reduce in (("max", torch.amax), ("mean", torch.mean)):
         error, allowed = reduce((got - oracle).abs()), reduce((rounding - oracle).abs())
-        bound = 2 * allowed + eps * reduce(oracle.abs())
+        bound = slack * allowed + eps * reduce(oracle.abs())
         if not bool(error <= bound):
             failures.append(f"{name} error {float(error):.3g} over {float(bound):.3g}")
     return Verdict("; ".join(failures) or "pass", relative)

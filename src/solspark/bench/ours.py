@@ -113,12 +113,10 @@ def _attend_reweighted(inputs: Inputs, options: dict[str, Any]) -> Case:
     summaries = BlockSummaries(
         keys, values, log_mass, parents.to(torch.int32) if count > 1 else None
     )
-    impl = options.get("impl")
-    return Case(
-        run=lambda: block_sparse_attention(
-            inputs.query, inputs.key, inputs.value, plan, summaries=summaries, impl=impl
-        ),
-        judge=lambda out: gate_output(
+    asked = {name: options[name] for name in ("impl", "precision") if options.get(name)}
+
+    def judge(out: Tensor) -> Verdict:
+        verdict = gate_output(
             out,
             inputs.query,
             inputs.key,
@@ -126,9 +124,17 @@ def _attend_reweighted(inputs: Inputs, options: dict[str, Any]) -> Case:
             inputs.sample,
             plan=plan,
             summaries=summaries,
+        )
+        return _as_precision_allows(verdict, inputs, options)
+
+    return Case(
+        run=lambda: block_sparse_attention(
+            inputs.query, inputs.key, inputs.value, plan, summaries=summaries, **asked
         ),
+        judge=judge,
         density=lambda out: plan_density(plan),
         flops=lambda density: _sparse_flops(inputs, plan, "query"),
+        precision=_low_precision(options),
     )
 
 
@@ -185,6 +191,11 @@ def _judge_plan(
     verdict = gate_output(
         out, inputs.query, inputs.key, inputs.value, inputs.sample, plan=plan, tail=tail
     )
+    return _as_precision_allows(verdict, inputs, options)
+
+
+def _as_precision_allows(verdict: Verdict, inputs: Inputs, options: dict[str, Any]) -> Verdict:
+    """Turn a verdict on rounding into one on the distance where operands were rounded further."""
     precision = _low_precision(options)
     if precision is None:
         return verdict
@@ -422,16 +433,22 @@ def packed_case(name: str, inputs: Inputs, options: dict[str, Any]) -> Case:
         record = records[0]
         everything = run(replace(config, topk_ratio=1.0))
         records[:] = [record]
-        exact = gate_output(everything, inputs.query, inputs.key, inputs.value, inputs.sample)
+        exact = _as_precision_allows(
+            gate_output(everything, inputs.query, inputs.key, inputs.value, inputs.sample),
+            inputs,
+            options,
+        )
         if not exact.passed:
             return Verdict(f"everything exact against dense: {exact.gate}", exact.relative_l2)
-        return judge_packed(inputs, out, config, options.get("impl"))
+        followed = judge_packed(inputs, out, config, options.get("impl"))
+        return _as_precision_allows(followed, inputs, options)
 
     return Case(
         run=run,
         judge=judge,
         density=lambda out: _record_density(records[0]),
         error=lambda out: error_against_dense(inputs, out),
+        precision=_low_precision(options),
     )
 
 

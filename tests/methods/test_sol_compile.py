@@ -48,6 +48,7 @@ def fresh_compiler() -> Iterator[None]:
         {"topk_ratio": 0.3, "sinks": [(70, 90)], "dense_queries": [(0, 3)], "local_radius": 0},
         {"topk_ratio": 0.3, "tail": "none", "key_bias": torch.arange(331) < 300},
         {"topk_ratio": 0.3, "tail": "block8x8"},
+        {"topk_ratio": 0.3, "precision": "fp8"},
     ],
     ids=str,
 )

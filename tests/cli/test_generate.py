@@ -230,8 +230,14 @@ def test_media_that_cannot_be_used_are_refused_before_a_model_loads(
 def test_a_signal_ends_the_command_without_a_half_file(number, code, tmp_path):
     out = tmp_path / "clips"
     words = ["--steps", "5000", "--out", str(out)]
+    # What a shell starts in the background ignores Ctrl-C, and so does all that it starts.
+    listen = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    listen += "runpy.run_module('solspark', run_name='__main__', alter_sys=True)"
     process = subprocess.Popen(
-        [*COMMAND, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", listen, *COMMAND[3:], *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         stop = threading.Timer(240, process.kill)
@@ -245,6 +251,7 @@ def test_a_signal_ends_the_command_without_a_half_file(number, code, tmp_path):
     finally:
         stop.cancel()
         process.kill()
+        process.communicate()
     assert process.returncode == code, error
     assert "Traceback" not in error
     if number == signal.SIGINT:

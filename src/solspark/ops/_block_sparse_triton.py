@@ -142,6 +142,11 @@ def _fp8_obstacles(call: AttentionCall) -> list[str]:
         return ['its "fp8" precision is for NVIDIA GPUs']
     if call.capability is None or call.capability < (8, 9):
         return [f'"fp8" precision needs compute capability 8.9, this device has {call.capability}']
+    return _bias_obstacles(call)
+
+
+def _bias_obstacles(call: AttentionCall) -> list[str]:
+    """Return why masked keys cannot be cleared: heads that share them may mask different ones."""
     if call.key_bias and call.key_heads not in (None, call.heads):
         return ["with a key bias every query head must have a key head of its own"]
     return []
@@ -149,17 +154,12 @@ def _fp8_obstacles(call: AttentionCall) -> list[str]:
 
 def hopper_reasons(call: AttentionCall) -> list[str]:
     """Return why the kernel for compute capability 9.0 cannot serve a call."""
-    found = _triton.obstacles(call, dtypes=HALF)
-    if call.device_type == "cuda" and (torch.version.hip or call.capability != (9, 0)):
-        found.append(f"it is for compute capability (9, 0), this device has {call.capability}")
+    own = []
     if call.tail not in ("query", "none"):
-        found.append(f'it has no "{call.tail}" tail')
+        own.append(f'it has no "{call.tail}" tail')
     if call.kv_splits != 1:
-        found.append("it does not split the keys")
-    if call.key_bias and call.key_heads not in (None, call.heads):
-        found.append("with a key bias every query head must have a key head of its own")
+        own.append("it does not split the keys")
+    own += _bias_obstacles(call)
     if not call.aligned:
-        found.append("TMA needs base pointers and strides in multiples of 16 bytes")
-    if not found and not _triton.has_gluon():
-        found.append("this triton has no experimental.gluon")
-    return found
+        own.append("TMA needs base pointers and strides in multiples of 16 bytes")
+    return _triton.hopper_obstacles(call, own, dtypes=HALF)

@@ -38,6 +38,23 @@ def obstacles(
     return found
 
 
+def hopper_obstacles(
+    call: AttentionCall,
+    own: Sequence[str],
+    *,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    head_dims: Sequence[int] = (64, 128),
+) -> list[str]:
+    """Return why a Gluon kernel for compute capability 9.0 cannot serve; `own`: its operation's."""
+    found = obstacles(call, dtypes=dtypes, head_dims=head_dims)
+    if call.device_type == "cuda" and (torch.version.hip or call.capability != (9, 0)):
+        found.append(f"it is for compute capability (9, 0), this device has {call.capability}")
+    found += own
+    if not found and not has_gluon():
+        found.append("this triton has no experimental.gluon")
+    return found
+
+
 def entry(operator: Callable[..., Any], launch: Callable[..., Any]) -> Callable[..., Any]:
     """Return the operator inside a compiled graph, elsewhere what it launches.
 

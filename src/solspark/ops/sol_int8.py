@@ -367,14 +367,8 @@ def _triton_reasons(call: AttentionCall) -> list[str]:
 
 
 def _hopper_reasons(call: AttentionCall) -> list[str]:
-    found = _triton_reasons(call)
-    if call.device_type == "cuda" and (torch.version.hip or call.capability != (9, 0)):
-        found.append(f"it is for compute capability (9, 0), this device has {call.capability}")
-    if call.variant == "tokens":
-        found.append("it does not gather single tokens")
-    if not found and not _triton.has_gluon():
-        found.append("this triton has no experimental.gluon")
-    return found
+    own = ["it does not gather single tokens"] if call.variant == "tokens" else []
+    return _triton.hopper_obstacles(call, own, head_dims=(128,))
 
 
 _dispatch.register("sol_int8", "eager", _reasons, _eager)

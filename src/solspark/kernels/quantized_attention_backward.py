@@ -395,7 +395,9 @@ def launch_quantized_attention_backward(
     value_dim = value.shape[3]
     block_m, block_n = config.query_tile, config.key_tile
     shapes = (query.shape, *(x.shape if with_keys else (0,) for x in (key, value)))
-    gradients = tuple(torch.empty(x, device=query.device, dtype=query.dtype) for x in shapes)
+    grad_query, grad_key, grad_value = (
+        torch.empty(x, device=query.device, dtype=query.dtype) for x in shapes
+    )
     delta = torch.empty_like(lse)
     mask, mask_strides, mask_constants = mask_arguments(attn_mask)
     q8, k8 = operands.q, operands.k
@@ -437,7 +439,7 @@ def launch_quantized_attention_backward(
         grad_out,
         lse,
         delta,
-        gradients[0],
+        grad_query,
         lse if mask is None else mask,
         lists.indices if lists else lse,
         lists.counts if lists else lse,
@@ -455,7 +457,7 @@ def launch_quantized_attention_backward(
         **constants,
     )
     if not with_keys:
-        return gradients  # type: ignore[return-value]
+        return grad_query, grad_key, grad_value
     tiles = triton.cdiv(key_tokens, block_n)
     quantized_attention_grad_key_value_kernel[(tiles * batch * key_heads,)](
         q8,
@@ -466,8 +468,8 @@ def launch_quantized_attention_backward(
         grad_out,
         lse,
         delta,
-        gradients[1],
-        gradients[2],
+        grad_key,
+        grad_value,
         lse if mask is None else mask,
         transposed.indices if transposed else lse,
         transposed.counts if transposed else lse,
@@ -484,4 +486,4 @@ def launch_quantized_attention_backward(
         *list_strides(transposed),
         **constants,
     )
-    return gradients  # type: ignore[return-value]
+    return grad_query, grad_key, grad_value
